@@ -106,7 +106,7 @@ def shorten_text(text: str, most: int = 60) -> str:
 
 
 def has_overridden_methods(cls: type, declared: str) -> bool:
-    """Return True if a class overrides (non-dunder) methods of its nearest base class with attribute `declared`."""
+    """Return True if a class overrides a non-dunder method of the nearest base class with attribute `declared`."""
     ahead = list(itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__))
     names = [each for of in ahead for each in vars(of) if each[:2] != "__"]
     known = [each for each in names if hasattr(cls.__mro__[len(ahead)], each)]
@@ -144,7 +144,7 @@ def bisect_elementwise(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
 
 
 def compute_floor_share(rows: Any, share: float) -> Any:
-    """Return floor(count * share) of each integer count, exact for the decimal digits of a share in [0, 1]."""
+    """Return floor(rows * share) of integers `rows`, exact for the decimal digits of a share in [0, 1]."""
     whole, _, digits = f"{Decimal(repr(share)):f}".partition(".")
     # Digit by digit from the last: floors of floors are exact, and no number exceeds 32 bits.
     part = rows * 0
@@ -400,7 +400,7 @@ def validate_field(
 def validate_optional_field(
     value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any
 ) -> None:
-    """Validate a field of a frozen dataclass as `validate_field` does, unless its value is None, which is valid."""
+    """Validate one field of a frozen dataclass with `check` and store the checked value; None is valid and kept."""
     if getattr(value, name) is not None:
         validate_field(value, name, check, *args, **options)
 

@@ -119,7 +119,7 @@ def validate_stop_strings(given: Any) -> tuple[str, ...]:
 
 
 def validate_random_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
-    """Return a JAX key from a key, its data or 32-bit seed, None for None; TypeError for others, ValueError if longer.
+    """Return a JAX key from a key, its data or 32-bit seed; None without; TypeError for others, ValueError if longer.
 
     ValueError for longer seeds, whose upper bits JAX would drop. The argument may also be named seed.
     """

@@ -433,7 +433,7 @@ def _build_stats(
 
 
 def _sum_tally_counts(cache: KVCache) -> tuple[int, int]:
-    """Return two sums over sequences: places given to other devices' heads, entries over threshold but evicted."""
+    """Return two totals of a cache: places given to other devices' heads, entries above score threshold but evicted."""
     moved, cut = (
         0 if each is None else int(copy_to_host(each)[: cache.batch].sum())
         for each in (cache.tally.moved, cache.tally.cut)

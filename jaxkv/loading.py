@@ -87,7 +87,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """Tokenizer `ChatTokenizer` of the checkpoint; ValueError for a checkpoint without one."""
+        """`ChatTokenizer` of the checkpoint; ValueError for a checkpoint without a tokenizer."""
         if self.text is None:
             remedy = "the checkpoint has no tokenizer: pass token ids instead of text"
             raise build_value_error("params", self.name, remedy)
@@ -478,7 +478,7 @@ def _format_non_default_config(value: Any) -> str:
 
 
 def _summarise_parameter_bits(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a parameter's bits as unsigned integers: its first row, and the uint32 sum of all, in any order."""
+    """Return a parameter's first row, its bits as unsigned integers, and the uint32 sum of all such integers."""
     bits = jax.lax.bitcast_convert_type(
         leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     )

@@ -270,7 +270,7 @@ def _check_always_kept_entries(case: _PolicyTestCase) -> None:
 
 
 def _check_planned_sizes(case: _PolicyTestCase) -> None:
-    """Assert that each layer, or all, keep as many entries as planned (at most, by threshold), in planned bytes."""
+    """Assert that each layer, or all together, keep the planned number of entries (threshold: at most) and bytes."""
     kept, needed = case.prompt_cache.kept.sum(axis=2), case.prefill_plan
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows

@@ -34,7 +34,7 @@ Columns = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 class PoolRowAccess:
-    """Loads and writes of one sequence's keys or values in a pool, in the model's dtype, inside a kernel.
+    """Accessor in a kernel of one sequence's keys or values in a pool: loads and writes rows in the model's dtype.
 
     Attributes:
         columns: for each part of a row its columns, and the mask of valid ones; one part if unencoded.
@@ -70,7 +70,7 @@ class PoolRowAccess:
 
 
 class Int8PoolRowAccess(PoolRowAccess):
-    """Loads and writes of one sequence's keys or values in a pool, as int8 codes, two per 16-bit word.
+    """Accessor in a kernel of one sequence's int8 keys or values in a pool: codes, two per 16-bit word, and scales.
 
     Attributes:
         words: number of words to load of a row; invalid words are 0.
@@ -116,7 +116,7 @@ class Int8PoolRowAccess(PoolRowAccess):
 
 
 class Int4PoolRowAccess(PoolRowAccess):
-    """Loads and writes of one sequence's keys or values in a pool, as 4-bit codes in groups of 32 channels.
+    """Accessor in a kernel of one sequence's 4-bit keys or values in a pool, whose rows are in groups of 32 channels.
 
     A word has one code of each of two or four groups, so `GROUP` words unpack to two or four complete groups. These are
     matrices for tensor cores, in float16, or in float32 for a float32 model. Parts are groups, in the order of

@@ -39,7 +39,7 @@ class WorkTable:
 
 
 def compute_max_chunks(programs: int, segments: int) -> int:
-    """Return W, the chunks in a work table of this many segments and concurrent programs: enough for any lengths.
+    """Return W, how many chunks a work table has for so many segments and concurrent programs: enough for any lengths.
 
     One wave of the device's programs, and up to four per segment, because its last chunk is not full and smaller chunks
     balance the load of many segments. With very many segments fewer, because programs without work have a cost, too.

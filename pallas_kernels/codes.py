@@ -84,7 +84,7 @@ def extract_float16(words: jax.Array, half: int) -> jax.Array:
 
 
 def rebuild_pool(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
-    """Rebuild keys or values, encoded as `like` is, from kernel outputs named as by `list_pool_operands`."""
+    """Rebuild keys or values, encoded as `like` is, from the kernel outputs `name`, `name_scale`, `name_least`."""
     if isinstance(like, Int4Pool):
         words = (found[f"{name}_{each}"] for each in ("scale", "least"))
         return Int4Pool(

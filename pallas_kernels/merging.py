@@ -40,7 +40,7 @@ def combine_chunk_outputs(
     how: DecodeKernelOptions,
     sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Combine the outputs of a segment's chunks, and any sink logits, by log-sum-exp; return outputs and log-sum-exps.
+    """Combine each segment's chunk outputs in a layer, and any sink logits, by log-sum-exp; return outputs and lse.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], complete; the layer, a scalar; first and count of all
     layers' segments [L, B*K], complete, and the sink logits [K*R]; out: out [R, D] and lse [R] of segment s, of which
@@ -151,7 +151,7 @@ def add_attention_to_scores(
     *,
     how: DecodeKernelOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add mean softmax weights to entries' scores (new ones from `begin`) where `counts`; return same output, scores.
+    """Add mean softmax weights to scores (of a new entry, to `begin`) where `counts`; return given output, new scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
     complete; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of

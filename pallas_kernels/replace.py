@@ -93,7 +93,7 @@ def evict_lowest_entries(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """Overwrite the lowest-ranked entry by the newest in segments above their limit; return pool, 1 where evicted.
+    """In each segment above its limit, overwrite the lowest-ranked entry by the newest; return pool, 1 where evicted.
 
     Args:
         k: `[B, P, D]` keys of the pool; written in place if donated, as all pool leaves.

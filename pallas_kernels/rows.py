@@ -32,7 +32,7 @@ from pallas_kernels.values import VALUES, ValueReader
 
 
 class NewTokenInputs(NamedTuple):
-    """New token per sequence: unrotated keys, values in split-K parts; cos, sin, position, write flag, pool positions.
+    """New token per sequence: unrotated keys, values, both in split-K parts; cos, sin, position, write flag, `pos`.
 
     Attributes:
         kv: `[n, M, 2, K, D]` split-K parts of keys and values.
@@ -426,7 +426,7 @@ class _NewTokenEntry:
         return reduce(jnp.add, each)
 
     def write_to_pool(self, refs, row, writes, keys, values):
-        """Write the token to pool row `row` if `writes`; return float32 keys and values, int8 values' scale or None."""
+        """Write the entry to row `row` if `writes`; return float32 key, value (int8: codes), its scale or None."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
             keys.write_new_key(at, self.key, writes),

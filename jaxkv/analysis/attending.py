@@ -158,7 +158,7 @@ def retained(
     shares: Sequence[float] = SHARES,
     queries: int = 32,
 ) -> Float[np.ndarray, "L K n"]:
-    """Return the share `[L, K, n]` of last queries' attention on a kv head's top keys, for n shares; mean over texts.
+    """Return the share `[L, K, n]` of last queries' attention on a kv head's top keys, n shares of all; mean of texts.
 
     Args:
         params: from `jaxkv.load`.

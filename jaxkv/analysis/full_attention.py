@@ -22,7 +22,7 @@ from jaxkv.text.prompts import EncodedPrompts, Prompt, encode_prompts
 def encode_texts(
     params: LanguageModel, texts: Sequence[Prompt], following: int = 0
 ) -> list[EncodedPrompts]:
-    """List `EncodedPrompts` of each text, one copy per data group; ValueError if too long, or not above `following`."""
+    """List each text's `EncodedPrompts`, a copy per data group; ValueError if too long or up to `following` tokens."""
     listed = _checks.validate_non_empty_tuple("texts", texts, "use a list of one or more texts")
     most, out = params.config.max_positions, []
     for text in listed:

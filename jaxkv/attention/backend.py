@@ -86,7 +86,7 @@ class AttentionBackend(abc.ABC):
     def count_column_sum_bytes(
         self, prompts: int, padded_len: int, heads: int, queries: int
     ) -> int:
-        """Return the bytes that column sums need in prefill beyond `compute_prefill_attention` alone; 0 by default.
+        """Return extra prefill bytes for attention sums per key, beyond `compute_prefill_attention`; 0 by default.
 
         Args:
             prompts: number of prompts in a batch.
@@ -228,7 +228,7 @@ class AttentionBackend(abc.ABC):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-        """Attend to segments with one token; return output, and scores plus mean attention of G heads where `counts`.
+        """Attend with one token; return output, scores plus mean attention of heads for sequences in mask `counts`.
 
         Args:
             q: rotated queries.

@@ -44,7 +44,7 @@ class Implementation(enum.Enum):
     backend: str
 
     def __new__(cls, value: Any, backend: str = "") -> Any:
-        """Create an `Implementation` member with a user's name as value and the import path of its backend class."""
+        """Create an `Implementation` member: its value, the name that users pass, and its backend's import path."""
         member = object.__new__(cls)
         member._value_, member.backend = value, backend
         return member

@@ -224,7 +224,7 @@ def attend_and_score_blockwise(
     counts: Bool[Array, " B"],
     shaping: LogitShaping,
 ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-    """Attend to a shared pool with a token, reading it once; return output, scores plus mean attention where `counts`.
+    """Attend with a token, reading a shared pool once; return output, scores plus mean attention in mask `counts`.
 
     Queries are not scaled. Segments have at most `reach.widest` entries.
     """

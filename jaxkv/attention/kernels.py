@@ -144,7 +144,7 @@ class PallasBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """Attend to segments with a token, by kernels; return output, scores plus mean attention where `counts`."""
+        """Attend with one token by kernels; return output, scores plus mean attention in sequences of mask `counts`."""
         rows = (*reach.decode_rotated_entries(store), reach.start, reach.length)
         scores = self._make_kernel_scores(score, reach, counts=counts)
         how = {"scores": scores, **_get_softmax_options(shaping), "interpret": self.interpret}

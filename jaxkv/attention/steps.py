@@ -65,7 +65,7 @@ class UnrotatedProjections(NamedTuple):
 
 
 class WorkTable(NamedTuple):
-    """Named tuple for fused decode kernels: pool rows that each program reads, and one layer's selected entries.
+    """Named tuple for fused decode kernels: pool rows that each kernel program reads, one layer's selected entries.
 
     Attributes:
         chunks: table from `AttentionBackend.build_work_table`; None if steps are not fused.

@@ -102,7 +102,7 @@ class XlaBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """Attend to segments with one token; return output, scores plus mean attention of G heads where `counts`."""
+        """Attend with one token; return output, scores plus mean attention of heads for sequences in mask `counts`."""
         (k, v), widest, cap = reach.decode_rotated_entries(store), reach.widest, shaping.softcap
         if (
             reach.walk is SegmentReadMode.WINDOWS

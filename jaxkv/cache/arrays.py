@@ -19,7 +19,7 @@ from jaxkv.sharding.mesh import list_leaves_with_axes
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyState:
-    """Pytree of a policy's decode state: prompt lengths, budgets, recent and selectable counts, merging state, queries.
+    """Pytree of policies' decode state: prompt lengths, budgets, recent, selectable counts, merge thresholds, queries.
 
     Only policies that evict or recompress after the prompt have this state.
 
@@ -78,7 +78,7 @@ class SegmentTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EntryOverflowCounts:
-    """Pytree of counts: places given to other devices' heads by `capacity`; entries over `threshold` but evicted.
+    """Pytree of counts: places `[B]` that `capacity` gave other devices' heads; `[B, K]` evicted despite `threshold`.
 
     Attributes:
         moved: `i32[B]` entries of each sequence that moved to another device's heads because the policy's `capacity`
@@ -91,7 +91,7 @@ class EntryOverflowCounts:
     cut: Int[Array, "B K"] | None = None
 
     def add_counts(self, other: "EntryOverflowCounts") -> "EntryOverflowCounts":
-        """Add two `EntryOverflowCounts` field by field; None counts as zero, but None plus None is None."""
+        """Return the sum of two counts field by field; a None in one counts as 0, in both the field stays None."""
         return EntryOverflowCounts(
             moved=_sum_present_arrays(self.moved, other.moved),
             cut=_sum_present_arrays(self.cut, other.cut),

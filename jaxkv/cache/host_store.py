@@ -91,7 +91,7 @@ def start_copy_to_host(rows: Any, axes: ShardingMesh | None) -> Float[Array, "B 
 
 
 def commit_to_device(tree: Any) -> Any:
-    """Return a tree with its arrays committed to their device, as by `jax.device_put`; on a mesh the tree unchanged.
+    """Return a tree with its arrays committed to the first one's device by `jax.device_put`; on a mesh unchanged.
 
     JAX compiles separately for committed and uncommitted arrays. Without this, every program of a cache's first step
     would be compiled again for the second. On a mesh all arrays are committed.
@@ -134,7 +134,7 @@ class HostStoreLoader:
     def load_entries_by_position(
         self, layers: tuple[int, ...], positions: Int[Array, "B T"]
     ) -> Float[Array, "B n T 2 K D"]:
-        """Copy entries at `positions` of n layers to the device, `[B, n, T, 2, K, D]`, and count the transfers.
+        """Copy n layers' entries at `positions` `[B, T]` to the device, `[B, n, T, 2, K, D]`, and count the transfers.
 
         The host gathers the entries without a JAX program: a device executes programs in order, so a program would wait
         for those that should overlap with the transfer. On a mesh each device gets the entries of its own heads and

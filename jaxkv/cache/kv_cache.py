@@ -234,7 +234,7 @@ class KVCache:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry: a key and a value as stored, with a quantised store's scales."""
+        """Bytes of one entry of one kv head: a key and a value as stored, with a quantised store's scales."""
         pool = self.pools[0]
         return pool.store.compute_entry_bytes(self.config.head_dim, pool.dtype.itemsize)
 
@@ -244,7 +244,7 @@ class KVCache:
         return self.entry_bytes + 4 * (1 + any(pool.score is not None for pool in self.pools))
 
     def headroom_nbytes(self, headroom: Sequence[int]) -> int:
-        """Return the bytes per sequence, layers summed, of `headroom[l]` more entries and page bounds per segment.
+        """Return bytes per sequence of `headroom[l]` more rows and page bounds per segment, over all layers and heads.
 
         Args:
             headroom: headroom in entries, one number per layer.
@@ -319,7 +319,7 @@ class KVCache:
         return [np.flatnonzero(held[layer, head]) for held in self._iterate_kept_masks()]
 
     def show(self, params: Any, prompt: Any) -> Any:
-        """Return the prompts as a `KeptTokensDisplay`, tokens shaded by how many heads of compressed layers keep them.
+        """Return `prompt` as a `KeptTokensDisplay`, tokens shaded by how many heads of compressed layers keep them.
 
         Args:
             params: the model that made the cache.

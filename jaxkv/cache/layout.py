@@ -65,7 +65,7 @@ class SegmentLayout(enum.Enum):
         return rows // heads if self is SegmentLayout.EQUAL else rows
 
     def count_required_pool_rows(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Return pool rows `[B]` for segments of lengths `[n, B, K]`: the sum; if EQUAL, K * the longest per layer."""
+        """Return pool rows `[B]` for segments of lengths `[n, B, K]`: sum; if EQUAL, sum of K * a layer's longest."""
         each = (
             length.max(axis=2) * length.shape[2]
             if self is SegmentLayout.EQUAL

@@ -17,7 +17,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 class UnpackedEntries(NamedTuple):
-    """Named tuple of a layer's entries before packing, padded to S per kv head: keys, values, mask, scores, merge data.
+    """Named tuple of a layer's entries before packing, S per head: keys, values, mask, scores, positions, merge data.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
@@ -38,7 +38,7 @@ class UnpackedEntries(NamedTuple):
     tau: Float[Array, "B K n"] | None = None
 
     def cast_to_dtype(self, dtype: jnp.dtype | None) -> "UnpackedEntries":
-        """Return the entries with keys and values cast to another dtype; unchanged for None."""
+        """Return the entries with keys and values cast to `dtype`; unchanged if `dtype` is None."""
         return (
             self if dtype is None else self._replace(k=self.k.astype(dtype), v=self.v.astype(dtype))
         )

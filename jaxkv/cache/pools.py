@@ -95,7 +95,7 @@ class EntryPool:
 
 
 def map_rows_to_segments(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
-    """Return the index of the segment that each of P = `rows` pool rows is in, `i32[B, P]`, from segments' first rows.
+    """Return, for each of P = `rows` pool rows, the index of its segment, `i32[B, P]`, by ascending rows `start`.
 
     `start` is in ascending order from 0.
     """

@@ -156,7 +156,7 @@ def repack_cache(
 
 
 def drop_outside_sliding_windows(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
-    """Return the cache with sliding-window layers' entries cut to their windows in new pools; delete their old pools.
+    """Return the cache, sliding-window layers' entries cut to windows in new pools of `rows[l]`; delete the old pools.
 
     `rows` has one size per layer (on a mesh, of a device's shard). Old pools are deleted; layers without a sliding
     window are unchanged.

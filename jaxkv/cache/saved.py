@@ -99,7 +99,7 @@ def _decode_policy(encoded: Any) -> Policy:
 
 
 def _require_same_policy(given: Policy, encoded: Any, layers: int) -> Policy:
-    """Return the `given` policy, bound to the model's layers; ValueError for a byte budget or another saved policy."""
+    """Return policy `given`, the saved filter layers filled in; ValueError for a byte budget or if not as saved."""
     fields = encoded.get("fields") if isinstance(encoded, dict) else None
     # The manifest has the model's filter layers if the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None

@@ -46,7 +46,7 @@ class Store(abc.ABC):
 
     @classmethod
     def supports_kernels(cls, kernels: Set[str], dim: int) -> bool:
-        """True if kernels for the forms named in `kernels` read and write this store's entries of `dim` elements."""
+        """True if the forms in `kernels`, read by kernels, include this store's, and its `columns` divide `dim`."""
         return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod

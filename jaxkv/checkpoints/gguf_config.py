@@ -89,7 +89,7 @@ def convert_metadata_to_config(
 
 
 def _read_llama_keys(meta: GgufMetadata, config: Config) -> dict[str, Any]:
-    """Return config keys of a Llama, Mistral, Qwen2 or Qwen3, MLP width and windows; ValueError if it has experts."""
+    """Return config keys for MLP width and sliding window of Llama, Mistral, Qwen2, Qwen3; ValueError for experts."""
     arch = meta.arch
     _require_no_experts(meta)
     window = meta.get_value(f"{arch}.attention.sliding_window", kind=int) or None
@@ -111,7 +111,7 @@ def _require_no_experts(meta: GgufMetadata) -> None:
 
 
 def _read_gemma_keys(meta: GgufMetadata, config: Config) -> dict[str, Any]:
-    """Return config keys of a Gemma 2 or 3: MLP width, softcaps, attention scale, windows; of 3 local RoPE base."""
+    """Return config keys of Gemma 2 or 3: MLP width, softcaps, attention scale, windows; Gemma 3's local RoPE base."""
     arch, layers, second = meta.arch, config["num_hidden_layers"], meta.arch == "gemma2"
     _require_no_experts(meta)
 

@@ -198,14 +198,14 @@ def _compute_output_axes(outputs: int, paired: bool) -> tuple[int, ...]:
 
 
 def _locate_file_outputs(spans: list[slice], paired: bool) -> tuple[slice, list[slice]]:
-    """Return the slice of the file's outputs (gates and ups interleaved) for a part, and the later axes' slices."""
+    """Return the file's slice of outputs, interleaved if `paired`, that holds a part; and the later axes' slices."""
     if paired:
         return slice(2 * spans[2].start, 2 * spans[2].stop), spans[3:]
     return spans[1], spans[2:]
 
 
 def _separate_gates_and_ups(part: np.ndarray, spans: list[slice], paired: bool) -> np.ndarray:
-    """Split interleaved outputs into gates and ups [X, 2, F, ...], cut to the part, if `paired`; else unchanged."""
+    """If `paired`, split interleaved outputs [X, 2F, ...] into [X, 2, F, ...], axis 1 cut by spans; else unchanged."""
     if not paired:
         return part
     return part.reshape(len(part), -1, 2, *part.shape[2:]).swapaxes(1, 2)[:, spans[1]]

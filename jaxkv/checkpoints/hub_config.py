@@ -47,7 +47,7 @@ class ModelFamily:
 
     @property
     def required_keys(self) -> list[str]:
-        """Names of all required config keys of the family, including those shared with `like`."""
+        """Names of all config keys that the family requires: those of the shared list named by `like`, then its own."""
         return f"{_TABLES['read'][self.like]} {self.read}".split()
 
 

@@ -76,7 +76,7 @@ CACHE = OrbaxFolderKind(
 def open_converted_folder(
     folder: Path,
 ) -> tuple[dict[str, StoredTensor], GgufTokenizer | None, tuple[int, ...] | None] | None:
-    """Return (`StoredTensor`s by name, vocabulary, filter layers) of a folder written by `convert`; None without Orbax.
+    """Return (`StoredTensor`s by name, vocabulary, filter layers) of a folder from `convert`; None if not from Orbax.
 
     Only metadata are read. The vocabulary is None if the folder has tokenizer files, or no tokenizer.
 

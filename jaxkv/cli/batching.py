@@ -82,7 +82,7 @@ class BatchCommand(EngineOptions):
         write_to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{failed}")
 
     def _choose_line_answerer(self, recipe: EngineConfig) -> Any:
-        """Return a context manager of a function from lines to (line, output object) pairs: by one engine or Ray."""
+        """Return a context manager that yields a function from lines to (line, output object) pairs: engine or Ray."""
         if not self.ray:
             return _open_local_engine(recipe, self.served_model_id)
         with explain_missing_package("ray", "--ray needs"):
@@ -92,7 +92,7 @@ class BatchCommand(EngineOptions):
         )
 
     def _validate_file_paths(self) -> tuple[Path, Path]:
-        """Return the paths (requests, answers); ValueError unless one is a readable file, the other writable."""
+        """Return the paths (requests, answers); ValueError unless the first is a readable file, the second writable."""
         requests, out = Path(self.file).expanduser(), Path(self.out).expanduser().resolve()
         remedy = "not a readable file: use one; a pipe is not supported, because it is read twice"
         require(requests.is_file() and os.access(requests, os.R_OK), "FILE", self.file, remedy)

@@ -49,7 +49,7 @@ class ModelLoadingOptions(ModelOption):
     weights: Bits | None = None
 
     def load_model(self, **options: Any) -> LanguageModel:
-        """Return the `LanguageModel`, loaded with these options' dtype and weights, and others of `jaxkv.load`."""
+        """Load the `LanguageModel` of --model with --dtype and --weights; pass keyword `options` on to `jaxkv.load`."""
         return super().load_model(dtype=self.dtype, weights=self.weights, **options)
 
 

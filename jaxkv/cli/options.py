@@ -82,7 +82,7 @@ def _parse_span(text: str) -> tuple[int, int]:
 
 
 def make_choice_parser(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """Return a function from text to the choice of this value or name; its ValueError lists all choices."""
+    """Return a parser from text to the one of `choices` with this text or enum value; its ValueError lists them all."""
     named = {str(getattr(each, "value", each)): each for each in choices}
 
     def read(text: str) -> Any:
@@ -130,7 +130,7 @@ def make_comma_list_spec(read: Callable[[str], Any], metavar: str = "N,N") -> Ar
 
 
 def _derive_argument_spec(hint: Any) -> ArgumentSpec | None:
-    """Return the `ArgumentSpec` that parses a type annotation; None for types without a text form."""
+    """Return the `ArgumentSpec` that parses words to a value of type `hint`; None for types without a text form."""
     union = typing.get_origin(hint) in (Union, types.UnionType)
     kinds = [*typing.get_args(hint)] if union else [hint]
     for kind in kinds:
@@ -261,13 +261,13 @@ def _make_field_option(field: dataclasses.Field, hint: Any, about: str) -> Field
 
 
 def _parse_pool_kernel(kind: Any, text: str) -> MaxPool | AvgPool | NoPool:
-    """Parse a pooling's odd kernel width; return an instance of class `kind`, or `NoPool` for width 1."""
+    """Parse a kernel width; return a `kind` (`MaxPool` or `AvgPool`) of that width, or `NoPool` for width 1."""
     kernel = parse_integer(text)
     return NoPool() if kernel == 1 else kind(kernel)
 
 
 def _find_nested_dataclasses(cls: type, prefix: str) -> dict[str, Any]:
-    """Return a command's fields whose types are dataclasses, as classes by field name; none with a prefix."""
+    """Return the classes of a command's dataclass-typed fields by field name; an empty dict if `prefix` is set."""
     hints = {} if prefix else typing.get_type_hints(cls)
     return {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
 
@@ -308,7 +308,7 @@ def configure_command_parser(parser: argparse.ArgumentParser, cls: Any) -> None:
 def build_dataclass_from_options(
     cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any
 ) -> Any:
-    """Build a dataclass from argparse's parsed options and `more`; fields without an option given keep defaults."""
+    """Build an instance of `cls` from argparse's parsed options and field values `more`; other fields keep defaults."""
     values, given = more, vars(options)
     for flag, option in _collect_field_options(cls).items():
         words = given.get(prefix + flag)
@@ -357,7 +357,7 @@ def list_policy_flags(cls: type[Policy]) -> list[str]:
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Add --policy, --base and each option of the registered policies once to a parser, after its other options."""
+    """Add --policy, --base and registered policies' options, each once, to a parser; flags that it has get a prefix."""
     about = "An option that the policy does not support is rejected."
     group = parser.add_argument_group("policy", about)
     about = f"{', '.join(POLICIES)} (default: full)"
@@ -479,7 +479,7 @@ class _PolicyParser(argparse.ArgumentParser):
 
 
 def parse_policy_list(given: str, option: str) -> list[PolicyArguments]:
-    """Parse a text such as "full,adakv --alpha 0" to a list of `PolicyArguments`; ValueError if it has no policy."""
+    """Parse text such as "full,adakv --alpha 0" to a list of `PolicyArguments`; ValueError if empty or not parsable."""
     parser = _PolicyParser(add_help=False, allow_abbrev=False)
     add_policy_options(parser)
     entries = list(filter(None, (" ".join(each.split()) for each in given.split(","))))

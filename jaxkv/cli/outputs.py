@@ -158,7 +158,7 @@ class PictureOutputTarget(OutputTarget):
         return kind
 
     def require_writable(self, inputs: Iterable[str] = ()) -> None:
-        """Raise ValueError as `OutputTarget` does, and for an unknown suffix; ImportError without matplotlib."""
+        """Raise ValueError for an unwritable or input file, or an unknown suffix; ImportError without matplotlib."""
         _ = self.image_format  # raises
         super().require_writable(inputs)
         import_matplotlib()

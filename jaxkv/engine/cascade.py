@@ -39,7 +39,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CandidateBuffer:
-    """Buffer of the entries that may still be selected, and scores (and norms) of the entries of all layers and heads.
+    """Buffer of entries that may still be selected, with the scores and any value norms of all layers' entries.
 
     Attributes:
         pool: entries in no order; their `pos` is an index into the K * L * S entries of the device's heads, -1 for
@@ -220,7 +220,7 @@ def count_kept_by_layer(
     layers: int,
     axes: ShardingMesh | None = None,
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
-    """Compiled: return kept entries `[L, B, K]` in a mask `[B, K * L, S]`; sum the counts `cut` over layers, if any."""
+    """Compiled: return entry counts `[L, B, K]` of a mask `[B, K * L, S]`, and any counts `cut` summed over layers."""
     kept, cut = jax.tree.map(
         lambda each: each.reshape(len(mask), -1, layers), (count_true(mask), cut)
     )

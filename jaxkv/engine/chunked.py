@@ -145,7 +145,7 @@ def _make_empty_cache(
 def offload_layers(
     cache: KVCache, reading: LayerReadConfig, needed: PrefillPlan, *, release: bool = False
 ) -> KVCache:
-    """Return a cache with offloaded layers' entries in host memory and small pools for later ones; unchanged if none.
+    """Return a cache with offloaded layers' entries in host memory, and small pools for new ones; the same if none.
 
     Return the cache unchanged if `reading` offloads nothing. `release` frees the old pools one by one.
     """

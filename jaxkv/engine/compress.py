@@ -177,7 +177,7 @@ def _score_and_select_entries(
     below: Array | None,
     due: Array | None,
 ) -> Walk[tuple[list[Array], list[bool], EntryOverflowCounts, Array | None]]:
-    """Generator: score, select a layer group's entries; return keep masks, scored flags, counts, nested policy's mask.
+    """Generator: select a layer group's entries; return keep masks, scored flags, overflow counts, mask for nesting.
 
     Layers without scores, such as sliding-window layers, keep their candidates and compete with no other layer. A
     nested policy selects from the positions `below` that the layer below kept, and returns those for the layer above.
@@ -225,7 +225,7 @@ def merge_evicted_entries(
     merge: Merger,
     axes: ShardingMesh | None = None,
 ) -> UnpackedEntries:
-    """Return a layer's entries, those evicted in `due` sequences merged into those of mask `kept`, and new thresholds.
+    """Return a layer's entries with new thresholds, in `due` sequences (None: all) evicted ones merged into kept ones.
 
     Sequences that are not `due`, by default none, are unchanged. Raise TypeError if the merger's results do not have
     the entries' shapes and dtypes.

@@ -20,7 +20,7 @@ from jaxkv.machine.compilation import StageClock
 
 
 class LoopCompilation:
-    """Compilation of the token loop for a planned prefill, in a thread of its own."""
+    """Compilation of the token loop for a planned prefill, in a thread that the constructor starts."""
 
     def __init__(
         self, session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
@@ -61,7 +61,7 @@ class LoopCompilation:
 def start_loop_compilation(
     session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
 ) -> LoopCompilation | None:
-    """Start to compile a planned prefill's token loop; return None on a mesh, for unknown shapes, or if started before.
+    """Start and return a planned prefill's `LoopCompilation`; None on a mesh, for unknown shapes, if started before.
 
     The plan says all shapes on one device, unless scores set the sizes of pools or entries are offloaded.
     """

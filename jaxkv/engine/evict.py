@@ -96,7 +96,7 @@ def _find_lowest_rank(
 def _find_lowest_rank_fused(
     free: Array, every: Array, pos: Array, row: Array
 ) -> tuple[Array, Array, Array]:
-    """`_find_lowest_rank` (rank, position, row) in one reduction: one GPU kernel, not three; scalar code on a CPU."""
+    """Return per segment lowest rank in mask `free`, its latest position, its row, by one reduction, for GPUs."""
 
     def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
         lower = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
@@ -283,7 +283,7 @@ def _evict_by_kernel(
     ongoing: DecodingCompressionConfig,
     backend: AttentionBackend,
 ) -> tuple[EntryPool, Segments]:
-    """`evict_entries` without merging, in one backend kernel; no ordering barrier, as attention outputs the pool."""
+    """Evict the lowest-ranked entry of segments over their limit by one kernel, not merged; return pool, segments."""
     k, v, pos, score, dropped = backend.evict_lowest_entries(
         pool.k,
         pool.v,

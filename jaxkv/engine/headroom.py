@@ -104,7 +104,7 @@ def compute_prefill_headroom(
 
 
 def count_steps_until_full(cache: KVCache) -> int:
-    """Return how many tokens all sequences can sample before entries must be copied to larger pools or recompressed.
+    """Return how many tokens each sequence can sample before entries must be copied to larger pools or recompressed.
 
     The largest int32 if decoding needs a single spare place only.
     """

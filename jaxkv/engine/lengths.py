@@ -117,7 +117,7 @@ def compute_entry_counts(
     *,
     strict: bool = True,
 ) -> EntryCounts:
-    """Return a policy's `EntryCounts` for prompt lengths, on the host; with `strict`, ValueError for small budgets.
+    """Return a policy's `EntryCounts` for prompt lengths; if `strict`, ValueError for budgets below always-kept ones.
 
     A layer with a window in `sliding_windows` keeps its window's entries. Budgets are divided among the other layers.
     With `strict`, a budget below the number of always-kept entries raises ValueError, unless the policy clamps budgets.
@@ -196,7 +196,7 @@ def bound_layer_budgets(
     layer_weights: Any,
     layers: int,
 ) -> tuple[Table, Table]:
-    """Return upper bounds `[n, B]` of kept and of recent entries per kv head, from the lowest n layers' budget weights.
+    """Return upper bounds `[n, B]` of kept and recent entries per kv head, from budget weights of the first n layers.
 
     `layer_weights` are `f32[n, B]`. `compute_layer_budgets` returns no more entries, regardless of the claims of other
     layers.

@@ -66,7 +66,7 @@ def sum_attention_in_blocks(
     table: RopeTables,
     needs: BlockAttention,
 ) -> Float[Array, "B K G S"]:
-    """Return the attention `f32[B, K, G, S]` that keys receive from their block's queries; 0 before `needs.first`."""
+    """Return attention `f32[B, K, G, S]` to each key, summed over its own block's queries; 0 before `needs.first`."""
     padded_len = x.shape[1]
     size = needs.compute_block_size(padded_len)
 

@@ -21,7 +21,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 class LayerScores(NamedTuple):
-    """Scores `[B, K, S]` of one layer's entries, with attention mass, layer claim, first-stage ranks and a NaN flag.
+    """Scores `[B, K, S]` of a layer's entries, attention mass, claim on a shared budget, first-stage ranks, NaN flag.
 
     Attributes:
         scores: scores of entries.
@@ -47,7 +47,7 @@ def observe(
     layers: LayerBudgets,
     axes: ShardingMesh | None = None,
 ) -> LayerScores:
-    """Compiled: score one layer's entries by a scorer; return `LayerScores`, whose claim ignores `always_kept` ones.
+    """Compiled: score one layer's entries; return `LayerScores`, whose claim on a budget ignores `always_kept` ones.
 
     Raise TypeError for a scorer whose results are not float32 (ranks: int32) of the entries' shape.
     """

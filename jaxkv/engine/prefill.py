@@ -328,7 +328,7 @@ class PrefillLayerSource(PromptEntrySource):
         return self.needed.pools[group[0]]
 
     def compute_packing_size(self, index: int, size: int) -> int:
-        """Return the largest P of layers with this layer's sliding window, to share a program; `size` if traced."""
+        """Return the largest pool size of layers with an equal sliding window, to share a program; `size` if traced."""
         if is_traced(self.length):
             return size
         sizes = zip(self.sliding_windows, self.needed.pools, strict=True)

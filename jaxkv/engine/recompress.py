@@ -209,7 +209,7 @@ class _CachedLayerSource(LayerEntrySource):
         headroom: Int[np.ndarray, " L"],
         fixed: FixedSizes | None,
     ):
-        """Compute the padded segment length and, per layer, the entries and recent entries to keep."""
+        """Compute the padded segment length and, per layer, how many entries and how many recent ones to keep."""
         parts, state = cache.policy.composed, cache.state
         assert state is not None
         self.flat, self.cache, self.key, self.headroom, self.fixed = (
@@ -246,7 +246,7 @@ class _CachedLayerSource(LayerEntrySource):
         )
 
     def compute_pool_size(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Return the new pool's size P in entries: fixed, or headroom and the policy's target or a bucket of `kept`."""
+        """Return the new pool's size P in entries: fixed, or headroom plus the policy's target or bucketed `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.get_pool_index(group[0])]
         part = slice(group[0], group[-1] + 1)

@@ -84,7 +84,7 @@ def encode_second_pass_texts(
 
 
 def count_second_pass_tokens(asked: PromptReplay, texts: SecondPassTexts, padded_len: int) -> int:
-    """Return the tokens N per prompt and chunk of a second pass: texts, previous chunk's end, chunk, padding."""
+    """Return the number of tokens per prompt and chunk of a second pass: texts, last chunk's end, chunk, padding."""
     before = max(len(texts.first), len(texts.following) + min(asked.tail, padded_len)) + len(
         texts.closing
     )

@@ -33,7 +33,7 @@ class ResidualStream:
 def start_residual_stream(
     x: Float[Array, "B N E"], spec: DecodeSpec, block: Leaves
 ) -> ResidualStream:
-    """Return the `ResidualStream` of embeddings before the first block; 16-bit fused steps pad it to 8 or more rows."""
+    """Return the `ResidualStream` of embeddings before the first block; 16-bit fused steps pad small batches to 8."""
     # Kernels that multiply one vector by codes need no padding.
     coded = x.shape[0] == 1 and any(leaf.dtype in (jnp.int8, jnp.uint8) for leaf in block)
     if spec.uses_fused_step(x.shape[1]) and x.dtype.itemsize == 2 and not coded:

@@ -81,7 +81,7 @@ def keep_last_entries(rows: Candidates, window: int | None) -> Candidates:
 
 @partial(jax.jit, static_argnames=("window",))
 def _keep_last_entries(rows: Candidates, window: int) -> Candidates:
-    """Compiled `keep_last_entries` with a window: mask the candidates of older positions."""
+    """Compiled: return `Candidates` with only the entries of the last `window` tokens in the mask `inside`."""
     return dataclasses.replace(
         rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window)
     )
@@ -105,7 +105,7 @@ def apply_sliding_window(
 def _slice_window(
     rows: UnpackedEntries, layer: Candidates, *, window: int, axes: ShardingMesh | None
 ) -> tuple[UnpackedEntries, Candidates]:
-    """Compiled `apply_sliding_window`: copy each sequence's last `window` entries, with `Candidates` that keep all."""
+    """Compiled: return copies of each sequence's last `window` entries, and `Candidates` that keep all of them."""
     index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
     shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
     k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
@@ -191,7 +191,7 @@ def _choose(
     heads: HeadBudgets,
     axes: ShardingMesh | None,
 ) -> EntrySelection:
-    """Compiled `select_entries` for layers with scores: return `EntrySelection`, a mask per layer and two counts."""
+    """Compiled: select entries of scored layers; return `EntrySelection`: a keep mask per layer, overflow counts."""
     budgets, layer = remove_score_threshold(heads), _join_layers(layers)
     local = layer.inside
     # Heads that compete need the scores of all devices.
@@ -326,7 +326,7 @@ def _count_entries_per_head(
     *,
     uneven: bool = False,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Return two counts `[B]` per head: entries to select (`rows` less always-kept, at most their mean), always-kept.
+    """Return two counts `[B]` per head: entries to select, `rows` less always-kept, capped by candidates; always-kept.
 
     The first count is at most the heads' average number of entries; with `uneven`, their maximum.
     """

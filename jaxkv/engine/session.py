@@ -211,7 +211,7 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yield the number of layers run since the last yield; return the `KVCache`.
+        """Generator: prefill and compress prompts; yield layers run since the last yield; return the `KVCache`.
 
         Args:
             ids: token ids of one or several prompts; plain text if the model has a tokenizer.

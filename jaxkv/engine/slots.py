@@ -191,7 +191,7 @@ class Slots:
     def iterate_prefill(
         self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Policy | None = None
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yield how many layers ran since the last yield; return the `KVCache`.
+        """Generator: prefill a prompt into slot-sized pools; yield layers run since the last yield; return `KVCache`.
 
         Slots may decode between two yields. `policy` is the slots' policy with another budget of at most as many
         entries.

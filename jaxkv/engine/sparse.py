@@ -35,7 +35,7 @@ def create_new_tokens(
     count: Int[Array, " B"],
     tokens: int,
 ) -> NewTokens:
-    """Return the `NewTokens` of a step: N positions per sequence, valid counts, and bounds of filter layers' selection.
+    """Return the `NewTokens` of a step: N positions per sequence, valid counts, limits of the tokens to select.
 
     The candidates are all tokens so far in steps of several tokens and for policies that select generated tokens; else
     the prompt.
@@ -124,7 +124,7 @@ def select_top_positions(
     now: Int[Array, " B"] | None = None,
     by_sorting: bool = False,
 ) -> SelectedPositions:
-    """Return `SelectedPositions` of `candidates.budget` positions: with `now`, its window first, then by score.
+    """Return `SelectedPositions` of `candidates.budget` positions: any window up to `now` first, then by score.
 
     OmniKV, equations 3 and 4. The window before `now`, the newest query's position, counts within the budget. It is
     omitted for the selector LAST, and if generated entries are selected as well. Ties go to the lowest position.

@@ -94,7 +94,7 @@ class DecodeSpec(DecodeAttentionConfig):
 
     @property
     def axes(self) -> ShardingMesh | None:
-        """`ShardingMesh` that the programs run on; None without a mesh."""
+        """`ShardingMesh` that decode programs run on; None without a mesh."""
         return self.graphs.axes
 
     def get_layer_graphs(self, layer: int) -> DecoderGraphs:
@@ -137,7 +137,7 @@ class DecodeSpec(DecodeAttentionConfig):
         return layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def is_sparse_layer(self, layer: int, tokens: int) -> bool:
-        """Return True if a layer attends to a selection of old entries: with one token, or if `reading.several`."""
+        """Return True for a sparse layer in steps where these use selections: of one token or if `reading.several`."""
         reading = self.reading
         return reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 

@@ -32,7 +32,7 @@ class SelectionBounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """The N new tokens of a step, the same for all layers: positions, valid counts, bounds of filter layers' choice.
+    """The N new tokens of a step, the same for all layers: positions, valid counts, limits of the tokens to select.
 
     `candidates` bounds the positions that filter layers select from.
     """

@@ -45,7 +45,7 @@ def answer_f1(prediction: str, answer: str) -> float:
 
 
 def contains_answer(prediction: str, answer: str) -> float:
-    """Return 1.0 if the answer occurs in the prediction, in any case and not inside a word or number, else 0.0.
+    """Return 1.0 if the answer occurs in the prediction, ignoring case, and not inside a word or number, else 0.0.
 
     Runs of spaces and line ends count as one space. Words of scripts without case, such as Chinese, may touch others.
     """
@@ -182,7 +182,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """Return 1 / n if the answer is among a prediction's n class names, else 0; n omits most parts of the answer."""
+    """Return 1 / n if n class names in a prediction include the answer, else 0; most names inside it do not count."""
     named = [each for each in classes if each in prediction]
     # As in the official code: removal during iteration skips the element after each removed one.
     for each in named:
@@ -293,7 +293,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _find_text_after_prefix(said: str, prefixes: Sequence[str]) -> str | None:
-    """Return the text after the first listed prefix found, one character skipped (NUL if empty); None if none is."""
+    """Return what follows the first of `prefixes` that occurs, less its first character; NUL if empty; None if none."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 

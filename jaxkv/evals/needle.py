@@ -38,7 +38,7 @@ class StoryNeedleRecipe(PromptRecipe):
     depth: float
 
     def make_prompt(self, size: int, rng: np.random.Generator, index: int = 0) -> RulerPrompt:
-        """Make a `RulerPrompt`: needle near `depth` in `size` words, from word 0 if `index` is 0, else a random one."""
+        """Make a `RulerPrompt`: needle near `depth` in `size` essay words, from word 0 (`index` 0) or a random one."""
         start = int(rng.integers(2**31)) if index else 0
         text = split_sentences(self.wording.get_essay_passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
@@ -102,7 +102,7 @@ class Needle(SyntheticTask):
         return made
 
     def score(self, sample: TaskSample, prediction: str) -> float:
-        """Share of distinct answer words in a prediction's first line; small wording: 1 if number occurs anywhere."""
+        """Share of the answer's distinct words in a prediction's first line; small wording: 1 if the number occurs."""
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
         wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]

@@ -108,7 +108,7 @@ class TextLossTask(EvaluationTask):
     def _split_prefix(
         self, params: LanguageModel, sample: TaskSample
     ) -> tuple[list[int], list[int]]:
-        """Return ids of a text's prefix, at most `prefix`, fewer if text or model is short, and of `tokens` after."""
+        """Return (prefix ids, the `tokens` ids after it) of a text; shorter prefix if text or positions are short."""
         ids = params.tokenizer.encode(sample.context, bos=True)
         end = min(self.prefix, min(len(ids), params.config.max_positions) - self.tokens)
         return ids[:end], ids[end : end + self.tokens]

@@ -144,7 +144,7 @@ def _plot_depth_maps(evaluation: Evaluation) -> Any:
 
 
 def _plot_curve(evaluation: Evaluation, *, name: str) -> Any:
-    """Return a figure of `figures[name]`, mean over samples up to the shortest, per policy; losses: running mean."""
+    """Return a figure, a line per policy: samples' mean `figures[name]`, cut to the shortest; losses: running mean."""
     lines = {}
     for policy in evaluation.policy_names:
         figures = [record.figures for record in evaluation.select_records(policy)]

@@ -92,7 +92,7 @@ class BenchmarkTask(QuestionTask):
         return tuple(answers)
 
     def extract_template_fields(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return a row's texts by placeholder of the prompt template of benchmark part `name`, without the context."""
+        """Return a row's "input" as "question" and as "input", by placeholder; subclasses add fields of part `name`."""
         return {"question": row["input"], "input": row["input"]}
 
     def score(self, sample: TaskSample, prediction: str) -> float:

@@ -63,7 +63,7 @@ class DocumentQuestionsTask(QuestionTask):
         require(fields == ["{document}", "{question}"], "prompt", self.prompt, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make a sample per question of the first `count` documents (0: all); ValueError if above the positions."""
+        """Make a sample per question of the first `count` documents (0: all); ValueError if one exceeds positions."""
         before, between, after = re.split(r"\{document\}|\{question\}", self.prompt)
         made, most = [], params.config.max_positions
         for name, text, questions in _read_documents(self.data, self.count):

@@ -378,7 +378,7 @@ class Evaluation:
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """Names of the table's rows, one per policy and budget, such as "adakv@128", in order."""
+        """Names of the table's rows, one per policy and budget, such as "adakv@128", in the order in which they ran."""
         return tuple(self.policy_reprs)
 
     @functools.cached_property

@@ -97,7 +97,7 @@ class TwoStage(QuestionTask):
         return made
 
     def score(self, sample: TaskSample, prediction: str) -> float:
-        """Return 1.0 if the right colour occurs in the prediction, in any case and also inside a word, else 0.0."""
+        """Return 1.0 if the right colour occurs in the prediction, ignoring case and also inside a word, else 0.0."""
         return float(sample.answers[0].lower() in prediction.lower())
 
 

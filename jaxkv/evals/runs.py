@@ -186,7 +186,7 @@ def _run_batches(
 def _run_batch(
     job: _EvaluationJob, policy: Policy, batch: Sequence[TaskSample]
 ) -> list[SampleOutcome]:
-    """Run a batch, filled up with copies, or each sample alone if the policy uses random numbers; return outcomes."""
+    """Run a batch, filled with copies, or samples singly if the policy uses random numbers; return an outcome each."""
     # Programs are compiled for a batch size: the last batch is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
     parts = (

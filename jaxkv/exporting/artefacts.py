@@ -118,7 +118,7 @@ def _list_path_keys(path: tuple[Any, ...]) -> list[Any]:
 
 
 def _build_manifest_name(path: tuple[Any, ...], names: ParameterNames) -> str:
-    """Return an argument's or result's name in the manifest, such as `pools.0.k`; for parameters, the model's name."""
+    """Return an argument's or result's manifest name, such as `pools.0.k`; a parameter's is looked up in `names`."""
     keys = _list_path_keys(path)
     if keys[0] == "ends":
         return names.ends[keys[1]]

@@ -111,7 +111,7 @@ def create_bucket_spec(
     longest = [int(known.allowed[buckets == each].max()) for each in np.unique(buckets)]
 
     def plan_with_headroom(headroom: int | tuple[int, ...]) -> PrefillPlan:
-        """Return the `PrefillPlan` of the bucket's longest prompts, with `headroom` free places per segment."""
+        """Return the `PrefillPlan` of each bucket's longest allowed prompt, with `headroom` free places per segment."""
         return plan_prefill(
             flat.config,
             policy,
@@ -153,7 +153,7 @@ def _compute_headroom(
     sliding_windows: SlidingWindows,
     limits: TokenLimits,
 ) -> Int[np.ndarray, " L"]:
-    """Return the headroom `[L]`, in entries per segment, for all question and new tokens after any prompt."""
+    """Return how many free places per segment, `[L]`, question and new tokens need after any prompt, by policy."""
     layers = len(sliding_windows)
     if not parts.decoding_compression.compresses:
         return np.full(layers, limits.max_added_tokens)
@@ -175,7 +175,7 @@ def _compute_headroom(
 
 
 def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_len: int) -> None:
-    """Raise ValueError for a policy with offload, chunked or second prefill, a gate, or numpy budgets and `every`."""
+    """Raise ValueError for a policy with offload, chunked or second prefill, a gate, or `every` with NumPy budgets."""
     parts, name = policy.composed, type(policy).__name__
     remedy = (
         f"{name} loads entries from host memory while sampling, which an exported program cannot: "

@@ -335,7 +335,7 @@ def _write_remaining_files(part: Path, job: _ExportJob, made: _Made, weights: bo
 
 
 def _build_manifest(part: Path, job: _ExportJob, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest as a dict of JSON values; entries of weights, budget tables and tokenizer come later."""
+    """Return the manifest as a dict of JSON values; the caller adds weights, budget tables and tokenizer later."""
     params, names, parts = job.params, job.parameter_names, job.policy.composed
     config, axes = params.config, params.axes
     data = (part / "programs" / entries[0]["file"]).read_bytes()

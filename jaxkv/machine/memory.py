@@ -17,7 +17,7 @@ def require_free_bytes(
     detail: str = "",
     remedy: str = _SMALLER,
 ) -> None:
-    """Raise MemoryError if `needed` bytes do not fit on the device, by default JAX's default device.
+    """Raise MemoryError unless a device, by default JAX's default device, has `needed` bytes of memory available.
 
     The MemoryError names `what`, the bytes needed, `detail`, the available bytes and `remedy`.
     """

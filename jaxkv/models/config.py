@@ -219,7 +219,7 @@ class ModelConfig:
         )
 
     def limit_positions(self, max_positions: int) -> ModelConfig:
-        """Return a copy for `max_positions` tokens, at most this config's; LongRoPE selects its list by this limit.
+        """Return a copy with `max_positions` lowered; LongRoPE selects its list by it; ValueError if above the old one.
 
         Args:
             max_positions: tokens of the longest sequence, including new ones; at most this config's.

@@ -163,7 +163,7 @@ class DecoderBlock(nnx.Module):
     def compute_qkv_partial_sums(
         self, normed: Float[Array, "M 1 E"]
     ) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Return scaled Q `[n, M, K, G, D]` and KV `[n, M, 2, K, D]` before RoPE, n parts to sum (1 if normed)."""
+        """Return scaled Q `[n, M, K, G, D]`, KV `[n, M, 2, K, D]` before RoPE as n summands (1 if normed or biased)."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one and copying its halves.
         q = apply_linear_split_k(attention, "q", normed[:, 0])

@@ -135,7 +135,7 @@ def _read_falcon_fields(config: Config, heads: int, kv_heads: int) -> dict[str, 
 
 
 def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, Any]:
-    """Return `ModelConfig`'s `rope` for equal layers without window, scale, softcap; else `kinds`, one spec period."""
+    """Return `ModelConfig` fields: `rope` for equal layers without window, scale, softcap; else `kinds`, a period."""
     kind = config["model_type"]
     local, whole_prompt = (read_rope(each, config, longest) for each in read_rope_keys(config))
     widths, sliding = _read_sliding_windows(config, layers, longest)

@@ -211,7 +211,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Vectors) -> Vectors:
-        """RMS-normalise x over its last axis; the result has the dtype of the scale parameter."""
+        """RMS-normalise x over its last axis, times (`scale` + `offset`); the result has the dtype of `scale`."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * (scale.astype(jnp.float32) + self.offset)).astype(scale.dtype)
@@ -226,7 +226,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Vectors) -> Vectors:
-        """Layer-normalise x over its last axis; the result has the dtype of the parameters."""
+        """Layer-normalise x over its last axis, times scale, plus any bias; the result has the parameters' dtype."""
         wide, scale, bias = x.astype(jnp.float32), self.scale[...], get_parameter_array(self.bias)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -271,7 +271,7 @@ class DenseMLP(nnx.Module):
         )
 
     def _compute_unfused_activations(self, x: Vectors, apart: bool) -> Float[Array, "*rows F"]:
-        """Return activations `[*rows, F]` before down; with `apart`, XLA cannot fuse them into the products."""
+        """Return activations `[*rows, F]` before down; with `apart`, XLA cannot fuse x or these into products."""
         if not apart:
             return self.compute_activations(x)
         return lax.optimization_barrier(self.compute_activations(lax.optimization_barrier(x)))
@@ -289,5 +289,5 @@ class DenseMLP(nnx.Module):
 
 
 def get_parameter_array(parameter: nnx.Param | None) -> Array | None:
-    """Return the array of an `nnx.Param`; None for None."""
+    """Return the array of a module's `nnx.Param`; None if the module has None in its place."""
     return None if parameter is None else parameter[...]

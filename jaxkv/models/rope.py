@@ -21,7 +21,7 @@ from jaxkv.models.values import (
 
 
 def compute_rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return RoPE's float64 `[D/2]` frequencies in radians per position, 0 if unrotated, and cosine and sine factors.
+    """Return float64 RoPE frequencies `[D/2]`, radians per position (0: unrotated), and factors on cosine and sine.
 
     The factors are 1 except for YaRN and LongRoPE.
 

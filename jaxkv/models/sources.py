@@ -19,7 +19,7 @@ _MIXTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSource:
-    """Checkpoint tensor that contains a parameter or a slice of it: tensor name, and map of its axes and channels.
+    """Location of a parameter, or a slice of it, in a checkpoint tensor: name, map of axes and channels; no data.
 
     Attributes:
         name: name of the tensor.
@@ -149,7 +149,7 @@ def _yield_parameter_sources(
 
 
 def _add_channel_order(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
-    """Return a Q or K source with the channel order, a gain over all heads as one axis; other sources unchanged."""
+    """Return a Q or K source with the channel order, an all-heads gain with axes flattened; others unchanged."""
     order, along = config.channel_permutation or (), -1 if len(source.axes) == 1 else -2
     if base in ("attention.q_gain", "attention.k_gain"):
         if not config.qk_layer_norm:

@@ -43,7 +43,7 @@ READERS: dict[Any, Callable[..., Any]] = {
 
 
 def check_number_fields(value: Any) -> None:
-    """Validate a dataclass's bools and positive numbers, and replace them by Python values; ValueError if invalid."""
+    """Check a dataclass's bools, positive numbers, lists of these; store them as Python values; else ValueError."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):

@@ -30,7 +30,7 @@ _PROCESS, _APPENDS, _EVICTS = 376_000_000, 8_700_000, 22_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemorySizes:
-    """Bytes of weights, cache, activations on one device, of host entries, full cache; mean kept entries per kv head.
+    """Bytes of one device's weights, cache, activations, offloaded entries, full cache; mean kept entries per kv head.
 
     Attributes:
         weights: the device's shard of the parameters.
@@ -71,7 +71,7 @@ class MemorySizes:
 
 
 def compute_memory_sizes(setting: Workload) -> MemorySizes:
-    """Return the `MemorySizes` (bytes of one device) of a workload; ValueError if the budget cannot be kept."""
+    """Return the `MemorySizes` (bytes of one device) of a workload; ValueError if its policy's budget is too small."""
     parts, config, item = setting.policy.composed, setting.config, jnp.dtype(setting.dtype).itemsize
     lengths = np.array([setting.context])
     headroom = (
@@ -178,7 +178,7 @@ def compute_weight_bytes(
     *,
     itemsize: int | None = None,
 ) -> int:
-    """Return one device's parameter bytes on a mesh, of `itemsize` only if given; `weights` quantises linear maps.
+    """Return one device's bytes of parameters, linear maps in format `weights`; with `itemsize`, of that width only.
 
     With `itemsize`, count only parameters with so many bytes per element.
     """

@@ -20,7 +20,7 @@ def list_accelerators() -> dict[str, Accelerator]:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return the GPU or TPU of a name or alias, in any case; ValueError with the nearest names if unknown."""
+    """Return the GPU or TPU of a name or alias, ignoring case; ValueError with the nearest names if unknown."""
     known, spelled = _index_by_spelling(), _normalise_spelling(name)
     near = difflib.get_close_matches(spelled, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""

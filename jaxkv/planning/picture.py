@@ -13,7 +13,7 @@ _LEAST, _POINTS = 1024, 15
 
 
 def peaks(setting: Workload) -> list[tuple[int, int]]:
-    """List (context, peak bytes of one device), up to 15 contexts, doubling from about 1,024 to the positions."""
+    """List (context, peak bytes of a device), up to 15 valid contexts, doubling from about 1,024 to all positions."""
     limit, found = setting.config.max_positions, list[tuple[int, int]]()
     for step in reversed(range(_POINTS)):
         length = limit >> step

@@ -148,7 +148,7 @@ def resolve_model(given: Any) -> KnownModel:
 
 
 def _count_groups(mesh: Any, count: int) -> int:
-    """Return the data-parallel groups of a mesh (text `2x4` or a pair), 1 for None; ValueError unless of `count`."""
+    """Return the data-parallel groups (first number) of a mesh, 1 if None; ValueError unless it has `count` devices."""
     if mesh is None:
         return 1
     text = "x".join(map(str, mesh)) if isinstance(mesh, (tuple, list)) else str(mesh)
@@ -159,7 +159,7 @@ def _count_groups(mesh: Any, count: int) -> int:
 
 
 def plan_serving(setting: Workload) -> ServingPlan | str:
-    """Plan an engine's slots for a workload's prompts; return `ServingPlan`, or the error text if it is rejected."""
+    """Plan how many engine slots fit a workload's prompts; return a `ServingPlan`, or the text why none is possible."""
     config, parts, groups = setting.config, setting.policy.composed, setting.data
     try:
         shape = compute_slot_shape(

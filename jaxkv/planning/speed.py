@@ -164,7 +164,7 @@ def estimate_all_reduce(setting: Workload, size: int) -> float:
 
 
 def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return the entries per kv head `[L]` that a decode step reads midway through an answer, and the filter layers."""
+    """Return how many entries per kv head, `[L]`, a decode step reads midway in an answer; and the filter layers."""
     parts, layers, behind = setting.policy.composed, setting.config.layers, setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
     # Layer budgets that depend on the prompt are assumed uniform.
@@ -187,7 +187,7 @@ def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 def _compute_weight_reads(setting: Workload, held: int) -> tuple[int, int]:
-    """Return, of `held` bytes of parameters, those that a decode step reads, and those that multiply each token.
+    """Return how many of `held` parameter bytes a decode step reads, and how many of them multiply each token.
 
     With experts these are fewer: tokens are assumed to choose different experts until all are chosen.
     """

@@ -123,7 +123,7 @@ def trace_planned_loop(work: TraceInputs) -> tuple[Any, tuple[EntryPool, ...]]:
 
 
 def select_largest_calls(work: TraceInputs) -> Iterator[RecordedCall]:
-    """Yield the `RecordedCall` with the most live bytes of each purpose in a prefill, without tiny programs.
+    """Yield the `RecordedCall` with the most live bytes for each purpose of a prefill's programs, except tiny ones.
 
     Layers of different specs are different purposes: a sliding-window layer runs another program, with other
     temporaries.

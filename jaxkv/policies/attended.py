@@ -119,7 +119,7 @@ def _combine_neighbours(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CumulativeAttention(Scorer):
-    """H2O's scorer: attention summed over queries, mean over the group's query heads; with `mean`, divided by age.
+    """H2O's scorer: attention summed (`mean`: averaged) over the queries that see an entry, mean over its query heads.
 
     Attributes:
         mean: divide by the number of queries that could see the entry (RoCo), so that early entries have no advantage.

@@ -90,7 +90,7 @@ def parse_byte_count(text: str) -> int | None:
 
 
 def parse_budget(given: Any) -> Kept | None:
-    """Return `EntryBudget` for an int, `ShareBudget` for a float, `ByteBudget` for text; None or one of these as is."""
+    """Return an int as `EntryBudget`, a float as `ShareBudget`, text as `ByteBudget`; typed budgets, None unchanged."""
     given = to_python_scalar(given)
     if given is None or isinstance(given, Kept):
         return given

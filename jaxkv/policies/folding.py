@@ -33,7 +33,7 @@ _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
 class MergeMetric(enum.Enum):
-    """Enum of the tensor whose cosines decide how evicted entries merge: KEY, VALUE, or BOTH (each by its own)."""
+    """Enum of cosines that decide how keys and values merge: those of KEY, of VALUE, or BOTH (each by its own)."""
 
     KEY = "key"
     VALUE = "value"
@@ -41,7 +41,7 @@ class MergeMetric(enum.Enum):
 
 
 class MergeWeights(enum.Enum):
-    """Weights of entries merged into a kept one: exp of cosine (SOFTMAX), equal (AVERAGE), cosine (SCATTER_MEAN).
+    """Enum of merged entries' weights in a kept one: exp of cosine (SOFTMAX), equal (AVERAGE), cosine (SCATTER_MEAN).
 
     SOFTMAX: evicted entries weigh exp(cosine), the kept entry e, over their sum. AVERAGE: all entries weigh the same.
 
@@ -260,7 +260,7 @@ class Merge(Merger):
         tau: Float[Array, "N K n"] | None,
         axes: ShardingMesh | None = None,
     ) -> Joined:
-        """Return `Joined`: each segment's nearest kept entry averaged with the evicted one if cosine >= threshold."""
+        """Return `Joined`: nearest kept entries averaged with evicted ones if cosines reach the updated threshold."""
         tau, joins = self._decide_merges(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.compute_merge_weights(cosine)
         new = {
@@ -401,7 +401,7 @@ class ValueMerge(Merger):
         key: PRNGKeyArray,
         axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Return `Merged`: shares of values added to the next `window` ones if any entry is evicted; keys unchanged."""
+        """Return `Merged`: values add shares to the next `window` ones if their sequence evicts any; keys unchanged."""
         batch, heads, padded_len, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:

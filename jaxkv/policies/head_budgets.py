@@ -158,7 +158,7 @@ class SharedHeads(HeadBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CompetingHeads(HeadBudgets):
-    """Base of head budgets whose heads compete: share `alpha` is guaranteed to each, `capacity` limits a device's."""
+    """Base of competing head budgets: each head is guaranteed share `alpha`; `capacity` limits one device's entries."""
 
     alpha: float = 0.2
     capacity: float = 1.5
@@ -460,7 +460,7 @@ def get_competing_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads 
 
 
 def get_device_capacity(heads: HeadBudgets) -> float:
-    """Return a device's most entries in even shares: 1 for uniform heads, competing ones' `capacity`, else 1000."""
+    """Return a device's most entries over its even share: 1 if uniform, competing heads' `capacity`, else 1000."""
     if unwrap_head_budgets(heads).is_uniform:
         return 1.0
     own = get_competing_budgets(heads)

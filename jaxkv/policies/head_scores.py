@@ -88,7 +88,7 @@ def load_eviction_curves(
 
 
 def _convert_table_to_array(table: Any, kinds: str = "iufV") -> np.ndarray:
-    """Return a table or {"layer-head": [numbers]} as a float64 array; empty if invalid or of a kind not in `kinds`.
+    """Return a table or {"layer-head": [numbers]} as a float64 array; empty if invalid or not of numpy `kinds`.
 
     Text and bools are not numbers; JAX's 16-bit floats have numpy's kind "V".
     """

@@ -188,7 +188,7 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
 
 
 def round_by_largest_remainder(real: Reals, total: Counts, most: Counts) -> Table:
-    """Round reals `[L, N]`, of sum `total` over layers and at most `most`, to such integers by largest remainder.
+    """Round reals `[L, N]`, which must sum to `total`, each at most `most`, to integers that do; by largest remainder.
 
     Ties of remainders go to the lowest layer.
     """
@@ -204,7 +204,7 @@ def round_by_largest_remainder(real: Reals, total: Counts, most: Counts) -> Tabl
 
 
 def require_finite_weights(weights: np.ndarray | Array | None) -> Reals:
-    """Return layer weights as a float64 array; ValueError if they are on the host and not finite."""
+    """Return layer weights as a float64 array; ValueError for weights that are not finite, unless they are traced."""
     xp = select_array_module(weights)
     values = xp.asarray(weights, xp.float64)
     sound = is_traced(values) or bool(np.isfinite(values).all())
@@ -323,7 +323,7 @@ class ExponentialLayers(_ExactPyramid):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightedLayers(LayerBudgets):
-    """Base of layer budgets that divide entries in proportion to layer weights, a statistic of each layer's scores."""
+    """Base of layer budgets that divide entries in proportion to layer weights, a statistic of scores or attention."""
 
     depends_on_scores = True
 
@@ -339,7 +339,7 @@ class WeightedLayers(LayerBudgets):
         return of.divide_by_shares(self._compute_layer_shares(of.weights))
 
     def bound_lower_layers(self, of: LayerBudgetInputs) -> Table:
-        """Return an upper bound `[n, N]` of the lowest n layers' entries per head, for any weights of later layers.
+        """Return an upper bound `[n, N]` of entries per head of the bottom n layers, for any weights of layers above.
 
         `of.weights` are those of the n layers. All layers' bounds sum to at most L * (2 * budget + 1).
         """

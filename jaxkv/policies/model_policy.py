@@ -21,7 +21,7 @@ def resolve_policy_for_model(
     dtype: Any,
     field: str = "policy",
 ) -> Policy:
-    """Return the policy, also by name or class, adapted to a model: filter layers, bytes as entries; or ValueError.
+    """Return a policy (or one of a name or class) fitted to a model: filter layers, bytes as entries; else ValueError.
 
     Args:
         given: the policy.

@@ -122,7 +122,7 @@ class Parts:
 
     @classmethod
     def create_from_fields(cls, *, scorer: Scorer | None, **parts: Any) -> "Parts":
-        """Return `Parts` from fields of `Parts` and `Select`; scorer None keeps all entries, rejects budget, merger.
+        """Return `Parts` from fields of `Parts` and `Select`; scorer None keeps all entries, rejects budgets, merger.
 
         Args:
             scorer: scorer of entries; None keeps every entry.
@@ -289,7 +289,7 @@ class Parts:
         return self.store.compute_entry_bytes(dim, itemsize) + 4 + (4 if self.stores_scores else 0)
 
     def kernels_read_as_stored(self, dim: int) -> bool:
-        """Return True if kernels read entries as stored, not decoded: dense, or fit `dim`, `Append` and `ReadAll()`."""
+        """Return True if kernels read entries undecoded: dense, or if they fit `dim`, with `Append` and `ReadAll()`."""
         appends = not self.decoding_compression.compresses and self.read == ReadAll()
         return self.store.kernels == DenseStore.kernels or (
             appends and self.store.supports_kernels(set(self.store.kernels), dim)
@@ -361,7 +361,7 @@ class Parts:
         *,
         strict: bool = True,
     ) -> Int[np.ndarray, " B"]:
-        """Return mean entries per kv head `[B]`, at least always-kept ones; `strict`: ValueError if less, not clamped.
+        """Return mean entries per kv head `[B]`, raised to always-kept ones; `strict`: ValueError unless `clamp`.
 
         `strict` rejects budgets below the always-kept entries, except shares under `clamp`; the error names the prompt.
         """

@@ -66,7 +66,7 @@ class Policy:
     composed: Parts = dataclasses.field(init=False, repr=False)
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Create a policy; TypeError, with the right budget, for kvpress' argument `compression_ratio`."""
+        """Create a policy; TypeError that names the right `budget` for kvpress' argument `compression_ratio`."""
         if "compression_ratio" in options:
             removed = to_float_or_none(options["compression_ratio"])
             # Rounded: in floats 1 - 0.9 is a little less than 0.1.

@@ -28,7 +28,7 @@ WHOLE = -1
 
 
 class QueryWeighting(enum.Enum):
-    """Weighting of the last queries by which filter layers choose tokens: LAST, EXPONENTIAL or UNIFORM.
+    """Enum of query weights in filter layers: newest query alone (LAST), halved by age (EXPONENTIAL), equal (UNIFORM).
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """
@@ -141,7 +141,7 @@ def find_unfiltered_layers(filters: tuple[int, ...], adjacent: int, layers: int)
 
 
 def map_layers_to_filters(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Return a tuple of each layer's filter, the nearest below, whose choice it uses; WHOLE (-1) for every entry."""
+    """Return, per layer, the index of the nearest filter below, whose choice it uses; WHOLE (-1) if it reads all."""
     whole = set(find_unfiltered_layers(filters, adjacent, layers))
     return tuple(
         WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers)
@@ -178,7 +178,7 @@ class AttentionReads:
 
     @property
     def needs_whole_prompts(self) -> bool:
-        """True if offloading or chunked prefill needs every entry of a prompt, so that none may be evicted."""
+        """True if offloading or chunked prefill needs all entries of a prompt; by default if prefill is chunked."""
         return self.prefill_chunk_tokens > 0
 
     def require_fits_selection(self, select: Select, after: After) -> None:
@@ -265,7 +265,7 @@ class ReadAll(AttentionReads):
 
 
 def parse_token_budget(given: Any, least: int) -> EntryBudget | ShareBudget:
-    """Return `EntryBudget` or `ShareBudget` of tokens to attend to, 1024 for None; ValueError for bytes or too few."""
+    """Return `EntryBudget` or `ShareBudget` of tokens to attend to (None: 1024); ValueError: bytes, below `least`."""
     budget = parse_budget(1024 if given is None else given)
     fits = (
         isinstance(budget, ShareBudget) or isinstance(budget, EntryBudget) and budget.value >= least

@@ -63,7 +63,7 @@ def find_policy_class(name: str, field: str = "policy") -> type[Policy]:
 def resolve_policy(
     given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None
 ) -> Policy:
-    """Return a policy: an instance unchanged, a name or class created with fields `options`, FullKV for None.
+    """Return a policy: an instance unchanged, a name or class created with `options` as fields; None gives `FullKV`.
 
     Error messages call the argument `field`.
     """

@@ -31,7 +31,7 @@ Scores = Float[Array, "B K S"]
 
 
 class GroupReduce(enum.Enum):
-    """How the scores of a kv head's query heads are reduced to one score per entry: MEAN or MAX."""
+    """Enum of how the scores of a kv head's query heads are reduced to one score per entry: MEAN or MAX."""
 
     MEAN = "mean"
     MAX = "max"
@@ -103,7 +103,7 @@ class PromptReplay:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
-    """Pytree of float32 mean and, if requested, covariance of each query head's queries, rotated to after the text.
+    """Pytree of each query head's query mean and optional covariance, float32, with RoPE of positions after the text.
 
     Attributes:
         mean: `f32[B, K, G, D]`.

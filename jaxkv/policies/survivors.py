@@ -16,7 +16,7 @@ from jaxkv.policies.topk import count_true, mask_sort_keys, mask_top_k
 
 
 def supports_survivor_mask(heads: HeadBudgets, devices: int) -> bool:
-    """Return True if `mask_surviving_candidates` never discards a final entry with these head budgets and devices."""
+    """Return True if `mask_surviving_candidates` never discards a final entry of these head budgets on n `devices`."""
     heads = remove_score_threshold(heads)
     own = get_competing_budgets(heads)
     if own is None or heads.selection_order is not SelectionOrder.COMMON:

@@ -110,7 +110,7 @@ class FutureAttention(Scorer):
 def _compute_expected_logits(
     k: Float[Array, "B K S D"], moments: QueryMoments
 ) -> Float[Array, "B K G S"]:
-    """Return keys' log expected exp(logit) `[B, K, G, S]` for normal queries; for the mean one if no covariance."""
+    """Return log E[exp(q.k / sqrt(D))] `[B, K, G, S]` for normal queries q; without covariance, mean query's logits."""
     (batch, heads, padded_len, dim), group = k.shape, moments.mean.shape[2]
     size = min(_BLOCK, padded_len)
     padded = jnp.pad(k, ((0, 0), (0, 0), (0, -padded_len % size), (0, 0)))
@@ -261,7 +261,7 @@ class UniformRandomScores(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateRank(Rank):
-    """Rank by the first scores of a trained gate, for prompt and new entries alike; attention does not change them.
+    """Rank by the gate's score of each entry when it was added, in prompt or answer; attention does not change it.
 
     Attributes:
         gate: the model's gate.

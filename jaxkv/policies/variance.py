@@ -38,7 +38,7 @@ _LEAST = 100
 
 
 class VarianceWeighting(enum.Enum):
-    """How the variance F of a layer's attention becomes the layer's weight in the division of entries.
+    """Enum of how the variance F of a layer's attention becomes the layer's weight in the division of entries.
 
     HEADNORM: exp(-F), F the mean over heads of variances scaled to [0, 1] within the layer: the published code.
     RAW: exp(-F), F the mean variance itself, as in the paper: nearly all entries go to the least uneven layers.
@@ -117,7 +117,7 @@ class VarianceLayers(LayerBudgets):
         return variance.mean(axis=-1)
 
     def bound_layer_entries(self, budget: Counts, length: Counts) -> Counts:
-        """Return an upper bound `[N]` of layer entries: length; at most ceil(e * budget) + 1 (HEADNORM, none dense)."""
+        """Return a bound `[N]` on a layer's entries: length, or if less ceil(e * budget) + 1 (HEADNORM, none dense)."""
         length = np.asarray(length, np.int64)
         if self.statistic is not VarianceWeighting.HEADNORM or self.dense_layers:
             return length
@@ -293,7 +293,7 @@ class OfficialVarianceLayers(VarianceLayers):
     def bound_total_entries(
         self, budget: Counts, length: Counts, always_kept: Counts, *, layers: int
     ) -> Counts:
-        """Return an upper bound `[N]` of all layers' entries: budget, minimum entries, and dense layers' prompts."""
+        """Return an upper bound `[N]` of entries per head, layers summed: budget, minima, dense layers' prompts."""
         length = np.asarray(length, np.int64)
         dense = int(mask_dense_layers(self.dense_layers, layers).sum())
         least = (length + 1) // _LEAST

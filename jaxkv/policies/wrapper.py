@@ -47,7 +47,7 @@ class _DerivedPolicy(Policy):
         return None if self.base is None else resolve_policy(self.base, field="base")
 
     def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
-        """Return the policy, its base's model-dependent fields, such as filter layers, filled in; itself if none."""
+        """Return the policy with its base's model-dependent fields, such as filter layers, set; itself if unchanged."""
         its = (
             None if self.base_policy is None else self.base_policy.fill_model_fields(layers, found)
         )
@@ -88,7 +88,7 @@ class PolicyWrapper(_DerivedPolicy):
         reject_conflicting_fields(self, inner, "the base has {!r}: set it in the base only")
 
     def check_base_policy(self, base: Policy, parts: Parts) -> None:
-        """Raise ValueError for base policies that this policy cannot wrap; a hook for subclasses, empty here.
+        """Raise ValueError for a base policy that this one cannot wrap; runs at construction, empty unless overridden.
 
         Args:
             base: the base policy.
@@ -98,7 +98,7 @@ class PolicyWrapper(_DerivedPolicy):
     def resolve_adaptive_heads(
         self, given: AdaptiveHeads | ProtectedHeads | None
     ) -> AdaptiveHeads | ProtectedHeads:
-        """Return `given`, or for None `AdaptiveHeads` of own `alpha`, `capacity`; ValueError if own ones conflict.
+        """Return `given`, or if None `AdaptiveHeads` of the policy's `alpha`, `capacity`; ValueError if these conflict.
 
         ValueError if both set a share or a capacity.
         """
@@ -111,7 +111,7 @@ class PolicyWrapper(_DerivedPolicy):
         return given
 
     def replace_head_budgets(self, base: Parts, heads: HeadBudgets) -> Parts:
-        """Return the base's `Parts` with its innermost, uniform head budgets replaced; ValueError if it has others."""
+        """Return the base's `Parts`, its innermost head budgets replaced by `heads`; ValueError unless uniform ones."""
         free = isinstance(unwrap_head_budgets(base.heads), UniformHeads)
         remedy = "its heads have budgets of their own: give SnapKV(), for example"
         require(free, "base", self.base_policy, remedy)

@@ -25,7 +25,7 @@ class AccessMiddleware:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit, answer with an `x-request-id`, count and log an HTTP request; pass other scopes on unchanged."""
+        """Check an HTTP request; pass it on or answer an error; add `x-request-id`, count, log; other scopes pass."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -107,7 +107,7 @@ class AccessMiddleware:
 
 
 def _log_request(scope: Scope, record: RequestRecord) -> None:
-    """Log one line for an HTTP request: id, method, path, status, token counts, seconds; a second line for a fault."""
+    """Log a line for an HTTP request: id, method, path, status, token counts, seconds; another for internal errors."""
     path = urllib.parse.quote(scope["path"][:100], errors="replace")
     counts = [
         "-" if count is None else str(count) for count in (record.prompt_tokens, record.new_tokens)

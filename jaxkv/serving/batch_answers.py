@@ -76,7 +76,7 @@ class BatchFileRunner:
     def answer_lines(
         self, lines: Iterable[ParsedBatchLine]
     ) -> Iterator[tuple[ParsedBatchLine, dict[str, Any]]]:
-        """Answer lines in parallel; yield (line, output object) as each completes; close the engine if ended early."""
+        """Answer lines in parallel; yield (line, output object) once complete; if stopped early, close the engine."""
         left, under_way = iter(lines), dict[Future[dict[str, Any]], ParsedBatchLine]()
         pool = ThreadPoolExecutor(self.most)
         try:

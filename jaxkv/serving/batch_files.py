@@ -50,7 +50,7 @@ class ResumableBatchOutput:
                 yield line
 
     def append_answer(self, line: ParsedBatchLine, answer: dict[str, Any]) -> None:
-        """Append a line's answer as one JSON line to the partial file, at first cut after its last valid line."""
+        """Append a line's answer as JSON to the partial file; the first call cuts off all after its last valid line."""
         if self._file is None:
             self._file = open(self.partial, "ab")
             self._file.truncate(self._end)
@@ -98,7 +98,7 @@ class ResumableBatchOutput:
                 )
 
     def _collect_file_answers(self, path: Path, wanted: set[str]) -> int:
-        """Collect `wanted` answers of status 200; return bytes before the first bad line; ValueError for other data."""
+        """Store status-200 answers to `wanted` ids; return the bytes of valid lines (int); ValueError if foreign."""
         end = total = ours = 0
         with open(path, "rb") as lines:
             for data in lines:
@@ -147,7 +147,7 @@ def _get_status_code(answer: dict[str, Any]) -> int | None:
 
 @contextlib.contextmanager
 def lock_output_file(out: Path) -> Iterator[None]:
-    """Context manager that locks an output file against other processes; ValueError if another process has the lock."""
+    """Context manager that locks an output file; ValueError if it is locked, or the lock's path is a user's file."""
     import filelock  # 50 ms
 
     path = out.with_name(out.name + ".lock")

@@ -87,7 +87,7 @@ def _parse_batch_line(data: bytes, number: int, about: str) -> ParsedBatchLine:
 
 
 def _compute_answer_id(about: str, what: Any) -> str:
-    """Return an answer's id: a prefix and 32 hex digits of the SHA-256 of `about` and `what`, which decide it."""
+    """Return an answer's id: a prefix and 32 hex digits of SHA-256 of `about` and `what`, request or line number."""
     whole = json.dumps([about, what], sort_keys=True)
     return f"{PREFIX}{hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]}"
 

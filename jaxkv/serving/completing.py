@@ -77,7 +77,7 @@ def _record_token_counts(
 def _submit_body(
     service: ServerState, model: str, body: TextBody | ChatBody, document: Document | None
 ) -> list[Request]:
-    """Submit a body's requests, one per prompt and answer, and return them; bodies with several take turns."""
+    """Submit a body's requests, one per prompt and answer, and return them; bodies of several wait for one another."""
     # One at a time: two bodies of many answers that fill the queue in turns would both be rejected.
     several = body.n * len(body.prompts) > 1
     with service.submitting if several else contextlib.nullcontext():

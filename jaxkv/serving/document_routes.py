@@ -94,7 +94,7 @@ def describe_document(id: str, service: Served) -> dict[str, Any]:
 def show_kept_tokens(
     id: str, where: Annotated[KeptQuery, Query()], service: Served
 ) -> dict[str, Any]:
-    """Return a document's token texts, and for each how many (layer, kv head) pairs, all or the query's, keep it."""
+    """Return JSON of a document's token texts, and how many kv heads keep each: of all, or the URL's layer or head."""
     model, document = service.find_model_and_document(id)
     kept, session = document.kept, service.models[model].session
     (layers, heads, _), layer, head = kept.bits.shape, where.layer, where.head

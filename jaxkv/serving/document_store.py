@@ -127,7 +127,7 @@ class DocumentCacheStore:
             return self._known[name]
 
     def add_document(self, cache: KVCache, ids: Sequence[int]) -> Document:
-        """Store a cache, headroom removed, as a new document, also on disk in a user's folder; return its `Document`.
+        """Store a cache, less headroom, as a new document, also on disk if the folder is a user's; return a `Document`.
 
         Other documents may be moved to disk.
         """

@@ -403,7 +403,7 @@ class Engine:
         )
 
     def close(self, *, drain: bool = True) -> None:
-        """Close the engine: reject new requests, answer others or, if not `drain`, cancel them; drop cached documents.
+        """Reject new requests, answer others (without `drain`: cancel), stop; drop documents that no user's folder has.
 
         Args:
             drain: True to answer all requests first, False to cancel them.
@@ -442,7 +442,7 @@ class Engine:
             raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
     def _enqueue_work(self, works: Sequence[PrefillWork]) -> None:
-        """Queue all given requests, or a document, or none; raise if the queue is full, the engine closed or failed."""
+        """Queue all given requests or none, or a document; raise if the queue is full, the engine closed or failed."""
         with self._changed:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error
@@ -460,7 +460,7 @@ class Engine:
             self._changed.notify_all()
 
     def _run_engine_loop(self) -> None:
-        """Run scheduler steps until the engine is closed; an error of a step ends all requests (thread body)."""
+        """Thread body: run scheduler steps until the engine is closed; on an error, or without drain, end requests."""
         try:
             while True:
                 with self._changed:
@@ -488,7 +488,7 @@ class Engine:
 
 @atexit.register
 def _close_all_engines() -> None:
-    """Close all open engines when the process ends; requests without an answer are cancelled."""
+    """Close all open engines, automatically at exit (`atexit`); cancel requests without an answer."""
     for engine in list(_OPEN):
         engine.close(drain=False)
 

@@ -69,7 +69,7 @@ def _replace_lone_surrogates(text: str) -> str:
 def convert_to_http_error(
     error: BaseException, *, retry_after: int = 1, prompt: str = "prompt"
 ) -> HttpError:
-    """Convert a Python error to an `HttpError`, whose status its type decides; `prompt` names the prompt's body field.
+    """Convert a Python error to an `HttpError`, status by the error's type; `prompt` names the prompt's body field.
 
     ValueError and TypeError become 400, an unknown document 404, a damaged one 410, a full queue 429, a passed
     deadline 504, a closing engine 503, and any other error 500.

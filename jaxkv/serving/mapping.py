@@ -23,7 +23,7 @@ def answer_prompts(
     key: PRNGKeyArray | None,
     **options: Any,
 ) -> Iterator[Completion]:
-    """Submit prompts, at most `most` in flight, and yield each `Completion` in order; cancel the rest on exit."""
+    """Submit prompts, at most `most` in flight; yield each `Completion` in order; if stopped early, cancel the rest."""
     under_way: collections.deque[Request] = collections.deque()
     left = enumerate(prompts)
     try:

@@ -74,7 +74,7 @@ class Replica:
 
 
 def app(settings: RayServeSettings) -> Any:
-    """Build the Ray Serve application of its settings: an engine per replica; documents of several need a folder."""
+    """Build the Ray Serve application of `settings`: an engine per replica; several without a folder: no documents."""
     options = settings.model_dump(include=set(EngineSettings.model_fields))
     options["policy"] = resolve_policy(settings.policy, options=settings.policy_options)
     # Without a shared folder, a replica knows only its own documents.

@@ -91,7 +91,7 @@ class Scheduler:
         return False
 
     def fail_all_requests(self, error: BaseException) -> None:
-        """End with an error every request and document that waits, is in prefill, is ready or runs; use no device."""
+        """End every waiting, prefilling, ready or running request and document with an error, without device work."""
         for work in self._iterate_requests():
             work.fail_with_error(error)
         self.waiting.clear()
@@ -183,7 +183,7 @@ class Scheduler:
             work.prefill_seconds += time.monotonic() - begun
 
     def _finish_prefill(self, work: PrefillWork, cache: KVCache) -> None:
-        """Queue a prefilled request for a slot, its first token sampled now if none is free; or store a document."""
+        """Queue a prefilled request for a slot (if none is free, sample its first token now), or store a document."""
         if not isinstance(work, RequestWork):
             if mark_future_running(work.future):
                 try:

@@ -20,7 +20,7 @@ class ServerMetrics:
     """Prometheus metrics of one HTTP server and its engines, in a registry of their own."""
 
     def __init__(self, models: Mapping[str, Engine]):
-        """Register the metrics of engines by model id, all 0."""
+        """Register the metrics of `models`, engines by model id; request counts and answers' histograms start at 0."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineStateCollector(models))
         self._models = models

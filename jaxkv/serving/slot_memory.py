@@ -22,7 +22,7 @@ _USUAL_PROMPT = 4096
 
 
 def get_max_prefills_ahead(slots: int) -> int:
-    """Return how many prompts may be prefilled while all `slots` are taken: at least 2, or a quarter, rounded down."""
+    """Return how many prompts may be prefilled while all `slots` are taken: a quarter, rounded down, but at least 2."""
     return max(2, slots // 4)
 
 
@@ -59,7 +59,7 @@ def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> flo
 def count_fitting_slots(
     session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
 ) -> int:
-    """Return how many slots, on CPUs up to 64, else 1024, with prefills now and ahead fit 0.9 `share` of free memory.
+    """Return how many slots, with a prefill and prompts ahead, fit 0.9 `share` of free memory: up to 64 (CPU) or 1024.
 
     The number is at most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, with the
     bytes, if not even one slot per group fits.

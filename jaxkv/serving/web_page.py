@@ -34,6 +34,6 @@ def _load_web_page() -> tuple[bytes, str]:
 
 
 def _hash_page_element(text: str, tag: str) -> str:
-    """Return the content security policy's SHA-256 source of the page's only element `tag`."""
+    """Return `'sha256-...'`, a content security policy's source for the contents of the page's only element `tag`."""
     (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

@@ -62,7 +62,7 @@ class PrefillWork:
         return self.future.cancelled() or late
 
     def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
-        """Generator: prefill a prompt, or append a question to a document; yield layers just run; return `KVCache`."""
+        """Generator: prefill a prompt, or append a question to a document; yield layer counts; return the `KVCache`."""
         if self.document is None:
             return (
                 yield from slots.iterate_prefill(self.encoded, key=self.key, policy=self.policy)
@@ -130,7 +130,7 @@ class RequestWork(PrefillWork):
         return bool(self.answers.stopped_sequences[0])
 
     def is_complete_after(self, token: int) -> bool:
-        """True if the answer is complete with `token`: an end id, a stop string, or the maximum of tokens."""
+        """True if the answer, with last id `token`, is complete: by an end id, a stop string, or the token limit."""
         return self.has_stop_string or token in self.eos or len(self.answers.tokens[0]) >= self.new
 
     def complete_request(self) -> None:

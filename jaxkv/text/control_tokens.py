@@ -17,7 +17,7 @@ _SPELLED_TOKEN = re.compile(f"{_MARK}([{chr(_SPELLED)}-{chr(_WRITTEN - 1)}])")
 
 
 class SpecialTokenShield:
-    """Separator of special tokens that a chat template writes from those that message texts spell, for one tokenizer.
+    """Encoder for one tokenizer that keeps a chat template's special tokens, and encodes those in messages as text.
 
     `shield_special_tokens` replaces the special tokens that a message spells by private-use characters. The template
     is rendered
@@ -32,7 +32,7 @@ class SpecialTokenShield:
         self._special = {index: token for index, token in sorted(decoder.items()) if token.special}
 
     def shield_special_tokens(self, value: Any) -> Any:
-        """Return texts, also in dicts and lists, special tokens as private-use characters, U+FDD0-U+FDEF as U+FFFD."""
+        """Return texts (also in dicts, lists), special tokens as private-use characters and U+FDD0-U+FDEF as U+FFFD."""
         if isinstance(value, Mapping):
             return {key: self.shield_special_tokens(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
@@ -134,7 +134,7 @@ class SpecialTokenShield:
 
     @functools.cached_property
     def _special_ids_by_name_id(self) -> dict[int, int | None]:
-        """Dict from the id of a special token's name in `_literal_tokenizer` to its own id; None for the separator."""
+        """Dict from a private-use name's id in `_literal_tokenizer` to the special token's id; separator: None."""
         return {
             self._literal_tokenizer.token_to_id(name): index
             for name, (index, _) in self.describe_special_tokens().items()

@@ -193,7 +193,7 @@ class ChatTokenizer:
         return {"special": self._controls.describe_special_tokens(), "spellings": parted}
 
     def export_turn_texts(self) -> list[str | bool]:
-        """Return a list of `turn_texts`' fields, with special tokens replaced by names in `export_special_tokens`."""
+        """Return a list of the template's texts around messages and its trim flags, special tokens by name."""
         return [
             self._controls.mark_special_tokens(each) if isinstance(each, str) else each
             for each in self.turn_texts

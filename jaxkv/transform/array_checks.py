@@ -86,7 +86,7 @@ def group_query_heads(
 def group_sink_logits(
     given: Any, heads: int, group: int | None = None
 ) -> Float[Array, "K G"] | None:
-    """Return sink logits `[H]` as `[K, G]`, grouped by kv head, or None for None; ValueError if they do not fit."""
+    """Return sink logits `[H]` grouped by kv head, `[K, G]`; None without any; ValueError if they do not fit."""
     if given is None:
         return None
     array = jnp.asarray(given)
@@ -107,7 +107,7 @@ def group_sink_logits(
 def validate_token_counts(
     field: str, given: Any, batch: int, most: int, hint: str = ""
 ) -> Int[Array, " B"]:
-    """Return token counts as `i32[B]`, `most` for None; ValueError for a wrong shape, dtype or, unless traced, range.
+    """Return token counts as `i32[B]`, or all `most` if None; ValueError for a wrong shape, dtype or (untraced) range.
 
     `hint` is the end of the error message.
     """

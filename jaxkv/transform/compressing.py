@@ -289,7 +289,7 @@ class _ArrayLayerSource(PromptEntrySource):
         )
 
     def get_layer_candidates(self, index: int) -> Candidates:
-        """Return a layer's validated `Candidates`, unscored if all or a window's are kept; store entries, queries."""
+        """Return a layer's validated `Candidates`, unscored if scores are unused; hold its entries and last queries."""
         parts, given, like = self.parts, self.given[index - self.first], self.like
         k, v = validate_keys_values(given.k, given.v)
         require(

@@ -442,7 +442,7 @@ def _run_compiled_step(
     *,
     layer: int,
 ) -> tuple[CompressedKV, Float[Array, "B H N D"]]:
-    """Run `CompressedKV.step` compiled, on validated arrays; return the state and output, 0 for padding."""
+    """Append to a layer, attend, evict or recompress, compiled, no checks; return state and output, 0 for padding."""
     new = state._build_new_entries(layer, k, v, written)
     (pool,) = decay_scores((state.get_layer_pool(layer),), new.count, state.decode_config)
     rows = state._view_layer_entries(layer, pool, state.tables[layer].length[0], q)

@@ -38,7 +38,7 @@ def supports_int8_pool(pool_rows: int) -> bool:
 
 
 def get_tile_rows(pool: jax.Array) -> int:
-    """Return the rows of an HBM tile of keys or values `[B, P, D]`: 32 for int8 and P a multiple of 32, else 8."""
+    """Return the number of rows in an HBM tile of keys or values `[B, P, D]`: 32 if int8 and 32 divides P, else 8."""
     return _TILE if pool.dtype == jnp.int8 and pool.shape[1] % _TILE == 0 else TILE
 
 
@@ -57,7 +57,7 @@ def lay_out_scales(leaf: jax.Array) -> jax.Array:
 
 
 def append_entry_scales(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
-    """Write new entries' scales to row `end`; return (codes as given, new scales), entries dequantised and as codes.
+    """Write new entries' scales to rows `end`; return pool (codes as given, scales), entries dequantised and as codes.
 
     Of an entry, line 0 is dequantised, as later steps read it, and line 1 has its codes.
     """

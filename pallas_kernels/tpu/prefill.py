@@ -78,7 +78,7 @@ def flash(
 
 
 def count_batched_tokens(prompts: int, slots: int) -> int:
-    """Return the tokens of the prompts whose log-sum-exps are computed together: up to 32,768, or one prompt's."""
+    """Return how many tokens are processed together if log-sum-exps are returned: up to 32,768, or one prompt's."""
     return slots * max(1, min(prompts, _TOKENS // slots))
 
 

@@ -25,7 +25,7 @@ def find_tile_start(row, tile=TILE):
 
 
 class BlockCopyRing:
-    """Asynchronous copies of segments' blocks from HBM to a ring of VMEM buffers, some blocks ahead of use."""
+    """Prefetcher: copies segments' blocks asynchronously from HBM to a ring of VMEM buffers, some ahead of use."""
 
     def __init__(self, start, length, pools, ring, *, chunk: int, unit: int = TILE):
         self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = (

@@ -24,7 +24,7 @@ Read = tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullAttentionCacheLayer:
-    """View of one layer's entries in a decode step: new entries are appended, new tokens attend to all entries.
+    """One layer's cache in a decode step: an object that appends new tokens' entries and attends to all entries.
 
     Attributes:
         terms: static config.
@@ -47,7 +47,7 @@ class FullAttentionCacheLayer:
     rotated: Callable[[Array], Array] | None = None
 
     def get_attended_range(self, length: Int[Array, "B K"]) -> SegmentRanges:
-        """Return the `SegmentRanges` of entries attended to without a selection: all, in segments of `length`."""
+        """Return the `SegmentRanges` of entries attended to without selection: the first `length` of each segment."""
         return self.make_attended_range(self.start, length, self.terms.layout.segment_read_mode)
 
     def make_attended_range(

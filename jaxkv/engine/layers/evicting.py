@@ -15,7 +15,7 @@ from jaxkv.engine.tokens import TokenProjections
 
 
 class ScoredCacheLayer(FullAttentionCacheLayer):
-    """View of one layer's entries in a decode step, all attended to; this attention is added to their scores."""
+    """One layer's cache in a decode step: appends entries, attends to all, and adds the attention to their scores."""
 
     scored: ClassVar[bool] = True
 

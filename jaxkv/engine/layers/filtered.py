@@ -17,7 +17,7 @@ from jaxkv.engine.tokens import TokenProjections
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCacheLayer(FullAttentionCacheLayer):
-    """View of a layer that attends to selected ones of its first `choosable` entries, and to all later entries.
+    """One layer's cache in a decode step: attends to selected entries of the first `choosable`, and to all later ones.
 
     If generated tokens are selected as well, only the new token's own entry needs no selection.
     """
@@ -60,7 +60,7 @@ class SparseCacheLayer(FullAttentionCacheLayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedCacheLayer(SparseCacheLayer):
-    """View of a layer with its prompt in a host store; new tokens attend to `loaded` entries and device entries."""
+    """One layer's cache in a decode step, its prompt in a host store: attends to `loaded` and to device entries."""
 
     loaded: Loaded
 

@@ -34,7 +34,7 @@ class SelectedPageEntries(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestCacheLayer(FullAttentionCacheLayer):
-    """View of a layer's entries in pages with bounds of each page's keys; a single token attends to few pages (Quest).
+    """One layer's cache in a decode step: a single token attends to few pages, chosen by bounds of their keys (Quest).
 
     Attributes:
         pages: entries of the pages that a single token attends to; None before selection, and for several tokens.

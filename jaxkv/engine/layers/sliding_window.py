@@ -18,7 +18,7 @@ from jaxkv.engine.tokens import TokenProjections
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlidingWindowCacheLayer(FullAttentionCacheLayer):
-    """View of a layer's entries whose new tokens attend to the last `window` tokens, including themselves."""
+    """One layer's cache in a decode step: each new token attends to the last `window` tokens, its own included."""
 
     window: int
 

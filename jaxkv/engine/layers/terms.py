@@ -34,7 +34,7 @@ class DecodeAttentionConfig:
 
     @property
     def axes(self) -> ShardingMesh | None:
-        """`ShardingMesh` that the programs run on; None without a mesh, as in this base class."""
+        """`ShardingMesh` that decode programs run on; None without a mesh, and always None in this base class."""
         return None
 
     @property

@@ -139,7 +139,7 @@ class JaxKVLM(TemplateLM):
     def _generate_texts(
         self, contexts: list[str], arguments: Mapping[str, Any], number: int
     ) -> Any:
-        """List one generated text per context; for random sampling, the seed depends on the request `number` too."""
+        """List a text per context of a batch; random sampling's seed also depends on `number`, its first request's."""
         stop, new, sampling = _parse_generation_arguments(arguments, self.max_gen_toks)
         room = self.max_length - new
         # A prompt that is too long loses its beginning, as in the harness's own models.
@@ -239,7 +239,7 @@ class JaxKVLM(TemplateLM):
     def _score_continuations(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Prefill contexts; return log-probabilities `[B]` of continuations and a mask `[B]` of those that are greedy.
+        """Prefill contexts; return log-probabilities `[B]` of continuations, mask `[B]`: True if decoded so greedily.
 
         One context is prefilled once, and its continuations are scored on top of it in batches.
         """

@@ -256,12 +256,12 @@ def clean_prediction(prediction: str) -> str:
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """Share in [0, 1] of the references that occur in the prediction, in any case and also inside a word."""
+    """Share in [0, 1] of the references that occur in the prediction, ignoring case and also inside a word."""
     text = clean_prediction(prediction).lower()
     return sum(each.lower() in text for each in references) / len(references)
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
-    """Return 1.0 if any of the references occurs in the prediction, in any case and also inside a word, else 0.0."""
+    """Return 1.0 if any of the references occurs in the prediction, ignoring case and also inside a word, else 0.0."""
     text = clean_prediction(prediction).lower()
     return float(any(each.lower() in text for each in references))

@@ -42,7 +42,7 @@ class ChunkHeadBudgets(SharedHeads):
         validate_optional_field(self, "peaks", validate_int, "give 1 entry or more")
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of `base` entries, equal in all heads: chunks with kept ones, then the best."""
+        """Return the mask `[B, K, S]` of `base` entries, same in all heads: chunks with always-kept ones, then best."""
         scores, base = rows.scores, rows.base
         batch, _, padded_len = scores.shape
 

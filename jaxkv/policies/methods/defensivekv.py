@@ -48,7 +48,7 @@ class DefensiveKV(BudgetMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerDefensiveKV(DefensiveKV):
-    """Keep entries by DefensiveKV's scores; the kv heads of all layers compete for one budget.
+    """Keep entries by largest window attention times value norm (DefensiveKV); one budget for all layers' kv heads.
 
     Entries that can no longer win are evicted as later layers run: prefill takes the memory of the budget's entries of
     all layers, twice while they are packed, and of one full layer.

@@ -13,7 +13,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKV(ObservationWindowPolicy):
-    """Keep entries by SnapKV's scores, with layer and head budgets by heads' measured importance, `scores`, if given.
+    """Keep entries by window attention (SnapKV); heads' measured importance, if given, sets layer and head budgets.
 
     All layers and heads share one budget.
 

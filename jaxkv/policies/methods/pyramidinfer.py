@@ -35,7 +35,7 @@ class PyramidInfer(ObservationWindowPolicy):
     paper = "PyramidInfer, arXiv:2405.12532"
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: heads keep one subset of the layer below's entries; ValueError if layers depend on scores."""
+        """Return `Parts`: heads keep one subset of the layer below's; ValueError if layer budgets depend on scores."""
         parts = self.compose_with_scorer(heads=SharedHeads(), nested=True)
         remedy = "give a schedule, such as LinearLayers()"
         require(not parts.layers.depends_on_scores, "layers", self.layers, remedy)

@@ -10,7 +10,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidKV(ObservationWindowPolicy):
-    """Keep entries by SnapKV's scores, with layer budgets that by default fall from lower to upper layers.
+    """Keep entries by window attention (SnapKV), with layer budgets that by default fall from bottom to top layers.
 
     The average over layers is exactly the budget.
 

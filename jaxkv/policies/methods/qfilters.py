@@ -103,7 +103,7 @@ def _compute_main_query_direction(seen: ScorerInputs) -> Float[Array, "B K D"]:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QFilters(BudgetMethod):
-    """Keep entries whose keys have the largest dot product with their head's main query direction, of file or prompt.
+    """Keep entries whose keys have the largest dot product with the head's main query direction, from file or prompt.
 
     Published filters belong to one model and come from a file: the first right singular vectors of queries of many
     texts, signed so that attention falls with the product. Without a file, each prompt's own queries replace them.

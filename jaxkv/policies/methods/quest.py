@@ -27,7 +27,7 @@ _PAGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopPageReads(AttentionReads):
-    """Quest's reads: at each new token a kv head attends to pages of largest upper bounds of q.k, and the last page.
+    """Quest's reads: per new token a kv head attends to the newest page and those of largest upper bounds of q.k.
 
     Fields are those of `Quest`.
     """
@@ -53,7 +53,7 @@ class TopPageReads(AttentionReads):
         return _PAGES * self.page
 
     def require_fits_model(self, config: ModelConfig) -> None:
-        """Raise ValueError if no full-attention layer of the model is left above the `dense_layers` lowest ones."""
+        """Raise ValueError if no full-attention layer of the model is left above the bottom `dense_layers` ones."""
         require_fewer_layers("dense_layers", self.dense_layers, config)
 
     def count_attended_tokens(
