@@ -31,7 +31,7 @@ def mark_future_running(future: Future[Any]) -> bool:
     """Mark a future as running and return True; return False if it was cancelled or has ended."""
     if future.done() and not future.cancelled():
         return False
-    # Python 3.11 raises RuntimeError for a future that has been told of its cancellation before.
+    # Python 3.11 raises RuntimeError for a future whose cancellation was notified before.
     with contextlib.suppress(RuntimeError):
         return future.set_running_or_notify_cancel()
     return False
