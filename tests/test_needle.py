@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 import running
@@ -43,6 +44,9 @@ def remembered():
     outputs = {}
 
     def run_layer(flat, index, x, length, table, needs, implementation):
+        # The thread that compiles the loop describes the prompt without arrays.
+        if isinstance(x, jax.core.Tracer):
+            return RUN_LAYER(flat, index, x, length, table, needs, implementation)
         if index not in outputs:
             outputs[index] = RUN_LAYER(
                 flat, index, x, length, table, Needs(queries=WINDOW), implementation

@@ -43,7 +43,7 @@ def max_attention_per_key(
     )
 
     def max_head_attention_per_key(inputs: tuple[Array, ...]) -> Array:
-        """Return the largest weighted attention `f32[m]` that each of a kv head's entries receives; 0 where masked."""
+        """Return each entry's largest weighted attention `f32[m]` from a query of the kv head's group; 0 if masked."""
         queries, lse, key, row_weight, real, present, query_weight = inputs
         logits = (
             multiply_transposed(queries.reshape(group * tokens, dim), key).reshape(

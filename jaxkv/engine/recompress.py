@@ -526,7 +526,7 @@ def _rescore_entries(
 def _sum_value_norms(
     norms_of: Norms, rows: UnpackedEntries, axes: ShardingMesh | None
 ) -> tuple[Array, Array]:
-    """Return two arrays `[B, K, S]`: L1 norms of projected values, and their sums over kv heads per position."""
+    """Return each entry's L1 norm of its projected value, and all kv heads' sum at its position, each `[B, K, S]`."""
     assert rows.positions is not None
     norms = norms_of(rows.v)
     of_all = all_gather_shards(jnp.where(rows.inside, norms, 0.0), "K", 1, axes)

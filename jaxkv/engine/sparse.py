@@ -157,7 +157,7 @@ def find_largest_keys(
 def _find_largest_by_threshold(
     keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int
 ) -> Int[Array, "B T"]:
-    """Return the indices of the `count` largest sort keys, ascending, found by a threshold; fast on CPUs."""
+    """Return indices `[B, width]` of the `count` largest sort keys, ascending, then S; by threshold, fast on CPUs."""
     running = jnp.cumsum(mask_top_k(keys, count), axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
     return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(

@@ -68,7 +68,7 @@ class Speed:
         return 3600 * self.batch / self.batch_seconds
 
     def __str__(self) -> str:
-        """One line of text: seconds of prefill, tokens per second, seconds per step, requests per hour."""
+        """One line of text: prefill in seconds, tokens per second, milliseconds per step, requests per hour."""
         step = f"{self.tokens_per_second:,.0f} tokens/s ({self.step * 1e3:.1f} ms per step)"
         return f"prefill {self.prefill:,.1f} s, {step}, {format_number(self.requests)} requests per hour"
 

@@ -120,7 +120,7 @@ class Merge(Merger):
 
     @property
     def depends_on_other_heads(self) -> bool:
-        """True if kv heads share a threshold or a decision, so that a head's result depends on other heads."""
+        """True if kv heads share a merge threshold or decision, so that a head's merges depend on other heads."""
         return self.scope is ThresholdScope.LAYER or self.decision is MergeDecision.SHARED_POSITION
 
     @property
