@@ -206,7 +206,7 @@ def require_prompts_fit(
     new: int,
     cache: KVCache | None,
 ) -> None:
-    """Raise ValueError if cache, prompts and `new` tokens (rolling: entries) exceed positions, or batches mismatch."""
+    """Raise ValueError if cache, prompts, `new` (rolling: entries) exceed positions, or cache batch not 1 or theirs."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"

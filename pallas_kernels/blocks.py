@@ -116,7 +116,7 @@ class Int8PoolRowAccess(PoolRowAccess):
 
 
 class Int4PoolRowAccess(PoolRowAccess):
-    """Accessor in a kernel of one sequence's 4-bit keys or values in a pool, whose rows are in groups of 32 channels.
+    """Accessor in a kernel that loads and writes one sequence's 4-bit keys or values in a pool, in 32-channel groups.
 
     A word has one code of each of two or four groups, so `GROUP` words unpack to two or four complete groups. These are
     matrices for tensor cores, in float16, or in float32 for a float32 model. Parts are groups, in the order of

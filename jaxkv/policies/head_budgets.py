@@ -321,7 +321,7 @@ class HeadBudgetsWrapper(HeadBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(HeadBudgetsWrapper):
-    """CriticalKV's head budgets: the share `first` of a head's entries by score, the rest by score times value norm.
+    """CriticalKV's choice of as many entries per head as `budgets` say: share `first` by score, rest by score * norm.
 
     Attributes:
         budgets: head budgets that divide the layer's entries among kv heads.

@@ -50,7 +50,7 @@ class ModelSpecificValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileArrays(ModelSpecificValue, abc.ABC):
-    """Base of one model's arrays from safetensors files; instances are equal if sizes and digests are.
+    """Base of one model's arrays from safetensors files; equal if layers, kv heads and the arrays' digest are.
 
     The arrays are not a field: compiled programs are cached by a policy's fields, and saved caches hold the digest.
 

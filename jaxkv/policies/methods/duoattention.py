@@ -67,7 +67,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
 
     @property
     def heads(self) -> int:
-        """Number of kv heads of each layer in `pattern`."""
+        """Number of kv heads per layer in `pattern`, the same in all layers."""
         return len(self.pattern[0])
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "RetrievalHeadBudgets":

@@ -36,7 +36,7 @@ class _AttentionEvictionPolicy(BudgetMethod):
         validate_field(self, "mode", validate_enum, EvictionMode)
 
     def compose_eviction_parts(self, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Return `Parts`: scorer; sinks, newest token and share `recent` always kept; STREAMING evicts by rank."""
+        """Return `Parts`: sinks, newest token, share `recent` always kept; STREAMING: each new token evicts by rank."""
         scorer = self.create_scorer()
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.eviction_rank if self.mode is EvictionMode.STREAMING else None
