@@ -74,7 +74,7 @@ class GgufTensor:
 
 
 def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Read a GGUF file's header; return metadata by key as plain Python values, and `GgufTensor`s by name.
+    """Read a GGUF file's header; return metadata by key as plain Python values, and `GgufTensor` objects by name.
 
     Raises:
         ValueError: if the file is truncated or corrupt.
@@ -178,7 +178,7 @@ def _read_metadata_value(cursor: _GgufHeaderCursor, kind: int, key: str) -> Any:
 def _read_tensor_list(
     cursor: _GgufHeaderCursor, count: int, alignment: Any
 ) -> dict[str, GgufTensor]:
-    """Read the header's tensor list; return `GgufTensor`s by name, in file order; raise if one is invalid."""
+    """Read the header's tensor list; return `GgufTensor` objects by name, in file order; raise if one is invalid."""
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _CorruptFileError(f"an alignment of {alignment!r}, which is not a power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}

@@ -97,7 +97,7 @@ class GgufTokenizer:
         return tokenizer
 
     def _list_added_tokens(self, *, special: bool) -> list[Any]:
-        """List special, or without `special` user-defined, tokens as `AddedToken`s, which are matched as a whole."""
+        """List special, or without `special` user-defined, tokens as `AddedToken`, which are matched as a whole."""
         from tokenizers import AddedToken
 
         chosen = {

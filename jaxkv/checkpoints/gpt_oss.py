@@ -27,7 +27,7 @@ _AS_ONE = _PAIRS.view(np.uint64)[:, 0]
 
 
 def convert_expert_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a gpt-oss folder's `StoredTensor`s by name: experts as floats, outputs before inputs, gates and ups apart.
+    """Return a gpt-oss folder's `StoredTensor` by name: experts as floats, outputs before inputs, gates and ups apart.
 
     A layer's `mlp.experts.` then has `gate_up_proj.weight` [X, 2, F, E], gates before ups, `gate_up_proj.bias`
     [X, 2, F], `down_proj.weight` [X, E, F] and `down_proj.bias` [X, E]. Files interleave gates and ups, and store

@@ -159,7 +159,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _read_manifests() -> dict[str, ModelManifest]:
-    """Read the `ModelManifest`s of all named models, by name; cached."""
+    """Read the `ModelManifest` objects of all named models, by name; cached."""
     parsed = (
         _parse_manifest(json.loads(file.read_text("utf-8")))
         for file in find_manifests_folder().glob("*.json")

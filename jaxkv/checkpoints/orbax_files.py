@@ -76,7 +76,7 @@ CACHE = OrbaxFolderKind(
 def open_converted_folder(
     folder: Path,
 ) -> tuple[dict[str, StoredTensor], GgufTokenizer | None, tuple[int, ...] | None] | None:
-    """Return (`StoredTensor`s by name, vocabulary, filter layers) of a folder from `convert`; None if not from Orbax.
+    """Return (`StoredTensor` by name, vocabulary, filter layers) of a folder from `convert`; None if not from Orbax.
 
     Only metadata are read. The vocabulary is None if the folder has tokenizer files, or no tokenizer.
 
@@ -172,7 +172,7 @@ class ManifestEntry:
 
 
 def parse_array_entries(folder: Path, said: Any, kind: OrbaxFolderKind) -> dict[str, ManifestEntry]:
-    """Parse and validate a manifest's dictionary of arrays; return `ManifestEntry`s by array name.
+    """Parse and validate a manifest's dictionary of arrays; return `ManifestEntry` objects by array name.
 
     Raises:
         ValueError: if `said`, the manifest's value, is invalid.

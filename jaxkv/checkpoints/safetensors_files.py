@@ -17,7 +17,7 @@ SINGLE = "model.safetensors"
 
 
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
-    """Read a safetensors file's header; return `StoredTensor`s by name, in file order, whose data are read later.
+    """Read a safetensors file's header; return `StoredTensor` by name, in file order, whose data are read later.
 
     Raises:
         ValueError: if the file is missing, truncated or corrupt, or has an unsupported dtype.
@@ -54,7 +54,7 @@ def _read_tensor_part(path: Path, name: str, index: Index) -> np.ndarray:
 
 
 def read_folder_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Return `StoredTensor`s by name for a Hugging Face folder's safetensors files; only headers are read.
+    """Return `StoredTensor` objects by name for a Hugging Face folder's safetensors files; only headers are read.
 
     Raises:
         ValueError: without safetensors, or if a listed file or tensor is missing or truncated.

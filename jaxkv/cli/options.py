@@ -221,7 +221,7 @@ def format_option(flag: str, words: Any) -> str:
 
 @_cached
 def _collect_field_options(cls: type) -> dict[str, FieldOption]:
-    """Return a dataclass's `FieldOption`s by flag, in order of its fields; fields without a text form have none."""
+    """Return a dataclass's `FieldOption` by flag, in order of its fields; fields without a text form have none."""
     hints, about = typing.get_type_hints(cls, include_extras=True), parse_field_descriptions(cls)
     found: dict[str, FieldOption] = {}
     for field in dataclasses.fields(cls):
@@ -327,7 +327,7 @@ def build_dataclass_from_options(
 
 @_cached
 def collect_policy_options(cls: type[Policy]) -> dict[str, FieldOption]:
-    """Return a policy class's `FieldOption`s by flag, without `base` and the fields that have no effect."""
+    """Return a policy class's `FieldOption` objects by flag, without `base` and the fields that have no effect."""
     without = {"base"} if takes_budget(cls) else {"base", "budget", "min_budget"}
     if not cls().composed.compresses_prompts:  # evicts nothing, but may read fewer entries
         without |= _SHARED - {"budget", "store"}
@@ -337,7 +337,7 @@ def collect_policy_options(cls: type[Policy]) -> dict[str, FieldOption]:
 
 
 def _collect_wrapper_options(cls: type[Policy]) -> dict[str, FieldOption]:
-    """Return the `FieldOption`s of a wrapper policy's own fields by flag; empty for other policy classes."""
+    """Return the `FieldOption` objects of a wrapper policy's own fields by flag; empty for other policy classes."""
     wraps = issubclass(cls, PolicyWrapper)
     mine = collect_policy_options(cls).items() if wraps else ()
     return {flag: each for flag, each in mine if each.name not in _SHARED | {"base"}}

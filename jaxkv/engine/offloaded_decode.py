@@ -46,7 +46,7 @@ class LayerGroup:
 def split_into_layer_groups(
     reading: LayerReadConfig, sliding_windows: SlidingWindows, *, whole: bool
 ) -> tuple[LayerGroup, ...]:
-    """Split a decode step's layers into `LayerGroup`s, one program each, cut at filter and offloaded layers; cached.
+    """Split a decode step's layers into `LayerGroup`, one program each, cut at filter and offloaded layers; cached.
 
     With `whole`, layers attend to all entries and filters select none. Sliding-window layers join the layer below.
     """

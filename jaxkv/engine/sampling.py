@@ -230,7 +230,7 @@ def combine_samplers(samplers: Iterable[Sampler]) -> BatchSampling:
 
 
 def _stack_sampling_numbers(given: Sequence[Any]) -> BatchSampling:
-    """Return the `BatchSampling` of several `Sampling`s: arrays of their numbers, in 32 bits."""
+    """Return the `BatchSampling` of several `Sampling` objects: arrays of their numbers, in 32 bits."""
     kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
     with np.errstate(over="ignore", under="ignore"):
         arrays = {

@@ -44,7 +44,7 @@ class BenchmarkTask(QuestionTask):
         new_tokens: maximum tokens of an answer; 0 for the official number of each part.
         benchmark: name of the benchmark's `load_benchmark_table`.
         repo: owner and name of the data set on the Hugging Face hub.
-        file: file in `repo` of each part, with the part's name as "{name}"; in an archive, parts are its `member`s.
+        file: file in `repo` of each part, with the part's name as "{name}"; in an archive, parts are its `member`.
     """
 
     data: str | None = None

@@ -127,7 +127,7 @@ def _generate_outcomes(
     new: int,
     seed: int,
 ) -> dict[int, SampleOutcome]:
-    """Answer samples, given as (ids to compress, ids after) by number; return `SampleOutcome`s of score 0 by number."""
+    """Answer samples, given as (ids to compress, ids after) by number; return `SampleOutcome` of score 0 by number."""
     # The first sample of each context and question: a batch may contain copies.
     asks: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     first = {

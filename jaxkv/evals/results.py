@@ -162,7 +162,7 @@ def append_lines(folder: Path, lines: bytes) -> None:
 
 
 def resume_or_create_results(folder: Path, run: EvaluationSettings) -> list[SampleRecord]:
-    """Return a folder's `SampleRecord`s, cutting a partial last line; if new, write `run`; ValueError if `run` differs.
+    """Return a folder's `SampleRecord`, cutting a partial last line; if new, write `run`; ValueError if `run` differs.
 
     An incomplete last line, of a killed run, is removed.
     """

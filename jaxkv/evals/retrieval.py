@@ -135,7 +135,7 @@ class VisibleAttentionTask(EvaluationTask):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
     ) -> list[SampleOutcome]:
-        """Sample answers with full attention; return `SampleOutcome`s of its share on entries that the policy sees."""
+        """Sample answers with full attention; return `SampleOutcome` of its share on entries that the policy sees."""
         prompts = [
             sum(encode_sample(params.tokenizer, sample, raw=how.raw), []) for sample in samples
         ]

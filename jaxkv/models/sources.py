@@ -83,7 +83,7 @@ def _flatten_ranges(part: list[range], shape: Shape) -> list[tuple[int, int]]:
 def map_parameter_sources(
     decoder: Decoder, family: str, names: frozenset[str]
 ) -> dict[str, tuple[TensorSource, ...]]:
-    """Return the `TensorSource`s of each parameter of a decoder, by parameter path; not of scales and minima.
+    """Return the `TensorSource` objects of each parameter of a decoder, by parameter path; not of scales and minima.
 
     `names` are the checkpoint's tensors, which determine how mixtures are stored. All sources of one parameter have an
     `at` of the same length.
@@ -114,7 +114,7 @@ def _yield_parameter_sources(
     config: ModelConfig,
     names: frozenset[str],
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of parameter `inner`, in the family's names; `prefix` is that of its block."""
+    """Yield the `TensorSource` objects of parameter `inner`, in the family's names; `prefix` is that of its block."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     base = inner.removesuffix("_bias")
     fused = base in ("attention.q", "attention.kv")
@@ -171,7 +171,7 @@ def _make_tensor_source(name: str, shape: Shape, at: Shape = ()) -> TensorSource
 def _yield_falcon_sources(
     base: str, name: str, bias: bool, config: ModelConfig
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a Falcon's queries, or of its keys and values, in one tensor by kv head."""
+    """Yield the `TensorSource` objects of a Falcon's queries, or of its keys and values, in one tensor by kv head."""
     # The tensor holds, for every kv head, its queries, then its key, then its value.
     outputs = (config.kv_heads, config.group_size + 2, config.head_dim)
     axes = (outputs,) if bias else (outputs, (config.embed,))
@@ -188,7 +188,7 @@ def _yield_falcon_sources(
 def _yield_phi3_sources(
     base: str, name: str, shape: Shape, config: ModelConfig
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a Phi-3's queries, or of its keys and values, in one tensor one after the other."""
+    """Yield the `TensorSource` of a Phi-3's queries, or of its keys and values, in one tensor one after the other."""
     queries, keys = config.heads, config.kv_heads
     rows = (queries + 2 * keys) * config.head_dim
     parts: list[tuple[Shape, Shape, int]] = [(shape, (), 0)]
@@ -204,7 +204,7 @@ def _yield_phi3_sources(
 def _yield_mixture_sources(
     base: str, prefix: str, shape: Shape, family: str, names: frozenset[str]
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a mixture's router or experts: one tensor of all experts, or tensors per expert."""
+    """Yield the `TensorSource` of a mixture's router or experts: one tensor of all experts, or tensors per expert."""
     # transformers 5 stores all experts in one tensor; files on the hub have one tensor per expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names
     called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"

@@ -93,7 +93,7 @@ def compile_traced_program(
 
 
 def compile_workload(setting: Workload) -> dict[str, Any]:
-    """Compile a workload's programs; return a dict of `CompiledProgram`s and weight bytes, or a failed one's error."""
+    """Compile a workload's programs; return a dict of `CompiledProgram` and weight bytes, or a failed one's error."""
     name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
     try:
         with prepare_trace_inputs(setting) as work:

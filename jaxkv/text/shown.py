@@ -24,7 +24,7 @@ class KeptPassage(NamedTuple):
 
 
 def join_equally_kept_tokens(pieces: Sequence[str], counts: Iterable[int]) -> list[KeptPassage]:
-    """Join adjacent tokens kept by equally many kv heads to `KeptPassage`s; tokens of one character get their mean.
+    """Join adjacent tokens kept by equally many kv heads to `KeptPassage`; tokens of one character get their mean.
 
     A token without text is a part of the next token's character.
     """
