@@ -48,7 +48,7 @@ class GgufMetadata:
         return tuple(values)
 
     def get_hyperparameter(self, key: str, default: Any = None, *, kind: type = int) -> Any:
-        """Return the architecture's number of a key, or `default`; ValueError if absent, no number, or layers vary."""
+        """Return the number at key `{arch}.{key}`, or `default`; ValueError if absent, no number, or layers vary."""
         key = f"{self.arch}.{key}"
         value = self.values.get(key)
         if isinstance(value, list):

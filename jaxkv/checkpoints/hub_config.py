@@ -182,7 +182,7 @@ def _get_default_values(config: Config, missing: list[str]) -> dict[str, Any]:
 
 
 def _build_transformers_config(config: Config) -> Any:
-    """Build transformers' config object from config keys, without RoPE scaling; ValueError if transformers fails."""
+    """Build transformers' config object from config keys, less RoPE and quantization dicts; ValueError if it fails."""
     apart = ("quantization_config", "rope_parameters", "rope_scaling")
     before = logging.root.manager.disable
     # transformers warns that PyTorch is missing, and of more that does not concern users of jaxkv.

@@ -154,7 +154,7 @@ class PrefillBytes:
         return max(peaks) + masks + tables - self.cache_bytes
 
     def _compute_compression_bytes(self, index: int, top: bool) -> int:
-        """Return the peak bytes of scoring, selecting, merging and packing a layer's entries, without lower layers."""
+        """Return peak bytes of scoring, selecting, merging and packing a layer, beyond its entries and lower layers."""
         parts, layers = self.parts, self.config.layers
         scored = parts.stores_scores
         # Scores that order entries, attention mass kept for later, and norms of keys.

@@ -279,7 +279,7 @@ def mask_possible_survivors(
 def mask_best_entries(
     layer: Candidates, most: Int[Array, "B K"], recent: Int[Array, " B"], there: Bool[Array, "K 1"]
 ) -> Bool[Array, "B K S"]:
-    """Return the mask `[B, K, S]` of the `most[b, k]` best entries of each head in `there`, always-kept ones included.
+    """Return the mask `[B, K, S]` of the `most[b, k]` best entries, always-kept ones included, of the heads `there`.
 
     If `most` only decreases as layers run, no entry is evicted that the last layer would have kept.
     """

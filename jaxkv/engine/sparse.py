@@ -35,7 +35,7 @@ def create_new_tokens(
     count: Int[Array, " B"],
     tokens: int,
 ) -> NewTokens:
-    """Return the `NewTokens` of a step: N positions per sequence, valid counts, limits of the tokens to select.
+    """Return the `NewTokens` of a step: positions after those seen, valid counts, bounds of filter layers' selection.
 
     The candidates are all tokens so far in steps of several tokens and for policies that select generated tokens; else
     the prompt.

@@ -26,7 +26,7 @@ class RayBatchWorker:
         self._batch = BatchFileRunner(recipe.create_engine(), name=name)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Answer a block of pickled lines; return pickled (line, output object) pairs."""
+        """Answer the pickled lines in column "item"; return column "answered": pickled (line, output object) pairs."""
         lines = [pickle.loads(each) for each in batch["item"]]
         return {"answered": [pickle.dumps(each) for each in self._batch.answer_lines(lines)]}
 

@@ -170,7 +170,7 @@ class Request:
 
     @contextlib.contextmanager
     def _count_reader(self) -> Iterator[None]:
-        """Context manager that counts one more reader of the text until its exit."""
+        """Context manager that counts one more reader of the answer's text, for `has_readers`, until its exit."""
         with self._changed:
             self._readers += 1
         try:

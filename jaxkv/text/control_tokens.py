@@ -147,7 +147,7 @@ def _make_token_name(first: int, index: int) -> str:
 
 
 def _get_matching_rules(token: Any) -> dict[str, bool]:
-    """Return a dict of an added token's matching rules, such as "lstrip", as arguments of `AddedToken`."""
+    """Return the matching rules of an `AddedToken`, such as "lstrip", as a dict of keyword arguments for a new one."""
     return {
         name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")
     }
