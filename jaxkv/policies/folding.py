@@ -401,7 +401,7 @@ class ValueMerge(Merger):
         key: PRNGKeyArray,
         axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Return `Merged`, keys unchanged: if a sequence evicts, any values may add shares to the next `window` values."""
+        """Return `Merged`, keys unchanged: if a sequence evicts, values may add shares to the next `window` values."""
         batch, heads, padded_len, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
