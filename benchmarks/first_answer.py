@@ -8,6 +8,7 @@ jaxkv two processes run: with an empty folder of compiled programs (cold), and w
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -34,9 +35,9 @@ def jaxkv_answer(policy, ids, gguf, folder):
     import jaxkv
 
     try:
-        from jaxkv.machine.compilation import enable_compilation_cache
+        compilation = importlib.import_module("jaxkv.machine.compilation")
     except ImportError:  # the tree of 4e135878
-        from jaxkv.compilation import enable_compilation_cache
+        compilation = importlib.import_module("jaxkv.compilation")
     policies = {
         "full": lambda: jaxkv.FullKV(),
         "snapkv": lambda: jaxkv.SnapKV(budget=BUDGET),
@@ -44,7 +45,7 @@ def jaxkv_answer(policy, ids, gguf, folder):
         "h2o": lambda: jaxkv.H2O(budget=BUDGET),
     }
     imported = time.perf_counter()
-    enable_compilation_cache(folder)
+    compilation.enable_compilation_cache(folder)
     model = jaxkv.load(gguf, "float32", progress=False)
     loaded = time.perf_counter()
     result = jaxkv.generate(model, ids, policy=policies[policy](), max_new_tokens=NEW)
