@@ -52,13 +52,13 @@ class Cell:
     def run(self, steps):
         """Samples some tokens; returns seconds."""
         logits = self.cache.logits
-        drawing = self.session.start_decode_loop(self.cache, new=self.size)
+        loop = self.session.start_decode_loop(self.cache, new=self.size)
         begin = time.perf_counter()
         if steps:
-            drawn = drawing.sample_tokens(steps)
-            assert drawn.shape[1] == steps, "it had no room"
+            sampled = loop.sample_tokens(steps)
+            assert sampled.shape[1] == steps, "it had no room"
         seconds = time.perf_counter() - begin
-        self.cache = cache = drawing.finish_sampling()
+        self.cache = cache = loop.finish_sampling()
         if not self.session.policy.build_policy_parts().evicts_while_decoding:
             # The next turn samples the same tokens anew.
             seen, length = cache.seen - steps, cache.length - steps

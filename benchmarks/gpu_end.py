@@ -73,15 +73,15 @@ def end_to_end(case):
     found["cache_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     clocks.append(StageClock())
     with clocks[-1]:
-        drawing = session.start_decode_loop(cache, new=new)
-        drawing.sample_tokens(steps)
+        loop = session.start_decode_loop(cache, new=new)
+        loop.sample_tokens(steps)
     found["compile_seconds"] = sum(clock.compile_seconds for clock in clocks)
     seconds = []
     for _ in range(calls):
         begin = time.perf_counter()
-        drawn = drawing.sample_tokens(steps)
+        sampled = loop.sample_tokens(steps)
         # It gives tokens to the host, as users want them.
-        seconds.append((time.perf_counter() - begin) / drawn.shape[1])
+        seconds.append((time.perf_counter() - begin) / sampled.shape[1])
     found |= {"step": median(seconds), "steps_per_call": steps, "decode_holds": held()}
     step = statistics.median(seconds)
     return {

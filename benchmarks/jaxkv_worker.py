@@ -83,17 +83,17 @@ class Cell:
             * model.cache_dtype.itemsize
         )
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
-        drawing = self.session.start_decode_loop(cache, new=self.headroom)
+        loop = self.session.start_decode_loop(cache, new=self.headroom)
         del cache
         # The loop samples first and runs the token after. Its first step compiles, and makes pages of its code and of
         # its scratch present, which takes as long as several steps: it runs before the clock starts, once per cell.
-        drawn, begin = [drawing.sample_tokens(1)], time.perf_counter()
-        while sum(part.shape[1] for part in drawn) < self.steps:
-            drawn.append(drawing.sample_tokens(self.steps - sum(part.shape[1] for part in drawn)))
+        sampled, begin = [loop.sample_tokens(1)], time.perf_counter()
+        while sum(part.shape[1] for part in sampled) < self.steps:
+            sampled.append(loop.sample_tokens(self.steps - sum(part.shape[1] for part in sampled)))
         step_seconds = (time.perf_counter() - begin) / (self.steps - 1)
-        after = drawing.finish_sampling()
-        drawn.append(np.asarray(jnp.argmax(after.logits, axis=-1))[:, None])
-        tokens = np.concatenate(drawn, axis=1)
+        after = loop.finish_sampling()
+        sampled.append(np.asarray(jnp.argmax(after.logits, axis=-1))[:, None])
+        tokens = np.concatenate(sampled, axis=1)
         assert (tokens[:, 0] == first).all()
         rows = kept.mean(axis=(1, 2)).tolist()
         return prefill_seconds, [step_seconds], rows, int(stored), tokens.tolist()

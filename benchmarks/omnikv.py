@@ -82,13 +82,13 @@ class Way:
 
     def run(self, pools, steps):
         """Samples and takes back; returns pools and seconds."""
-        drawing = self.session.start_decode_loop(self.over(pools), new=self.size)
+        loop = self.session.start_decode_loop(self.over(pools), new=self.size)
         begin = time.perf_counter()
         if steps:
-            drawing.sample_tokens(steps)
+            loop.sample_tokens(steps)
         seconds = time.perf_counter() - begin
         # The tables are those of before: rows sampled lie behind them, where the next ones go.
-        after = drawing.finish_sampling().pools
+        after = loop.finish_sampling().pools
         self.own = {layer: after[layer] for layer in self.away}
         return tuple(
             pool if at in self.own else after[at] for at, pool in enumerate(pools)
@@ -100,11 +100,11 @@ class Way:
             return None
         flat, cache = self.session.params.flat_decoder, self.over(pools)
         spec, none = create_cache_spec(flat, cache), jnp.asarray((-2,), jnp.int32)
-        draw = looping.create_sampling_state(
+        state = looping.create_sampling_state(
             cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none
         )
         given = looping.collect_loop_arguments(
-            flat, cache.arrays, draw, 1, jaxkv.Sampling(temperature=0), 0, spec=spec
+            flat, cache.arrays, state, 1, jaxkv.Sampling(temperature=0), 0, spec=spec
         )
         compiled = looping._loop.trace(*given, spec=spec, size=self.size).lower().compile()
         return float(compiled.cost_analysis()["bytes accessed"])

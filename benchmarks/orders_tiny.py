@@ -93,8 +93,8 @@ def scores(
 def difference(better: list[float], worse: list[float]) -> tuple[float, float, float]:
     """Mean of the differences, sample by sample, and 95% of it by bootstrap."""
     apart = np.array(better) - np.array(worse)
-    drawn = np.random.default_rng(0).integers(0, len(apart), (10_000, len(apart)))
-    low, high = np.percentile(apart[drawn].mean(axis=1), [2.5, 97.5])
+    resampled = np.random.default_rng(0).integers(0, len(apart), (10_000, len(apart)))
+    low, high = np.percentile(apart[resampled].mean(axis=1), [2.5, 97.5])
     return float(apart.mean()), float(low), float(high)
 
 

@@ -41,7 +41,7 @@ def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kerne
         command = [assembler, "-v", f"-arch={architecture}", path, "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"ptxas refuses {path}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"ptxas rejects {path}: {done.stderr[-2000:]}")
         found += said(done.stderr, path)
     return found
 

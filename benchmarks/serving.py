@@ -226,7 +226,7 @@ def main():
     record.save(RESULTS, results)
     told = [
         f"Longest pause of a request while a prompt of {LONG:,} tokens arrives: "
-        f"{found['with']['longest_pause']:.2f} s with tokens drawn between its layers (its prefill took "
+        f"{found['with']['longest_pause']:.2f} s with tokens sampled between its layers (its prefill took "
         f"{found['with']['prefill']:.1f} s, {found['with']['prefill'] / model.config.layers:.2f} s a layer), "
         f"{found['without']['longest_pause']:.2f} s without."
     ]

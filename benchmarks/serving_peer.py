@@ -55,7 +55,7 @@ def answered(model, config, prompts, new):
             continue
         if state.is_finished():
             if state.error is not None:
-                raise SystemExit(f"transformers refused a request: {state.error}")
+                raise SystemExit(f"transformers rejected a request: {state.error}")
             times = state.timestamps
             firsts.append(times[0] - begun)
             later.append((times[-1] - times[0]) / max(1, len(times) - 1))

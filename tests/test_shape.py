@@ -60,7 +60,7 @@ def is_none(node: ast.AST) -> bool:
 
 
 MOST: list[tuple[Callable[[], Iterator[ast.AST]], int]] = [
-    (branches_on_none, 177),
+    (branches_on_none, 178),
     (rules, 36),
     (undeclared_hooks, 0),
     (exact_types, 0),

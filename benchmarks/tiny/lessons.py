@@ -107,7 +107,7 @@ def needles(rng: np.random.Generator, headroom: int) -> Lesson:
     """RULER's needles: one or several values of one or several keys, in noise, sentences, or nothing but needles."""
     form = str(rng.choice(["keys", "keys", "noise", "words"]))
     kind = "uuids" if rng.random() < 0.06 else "numbers"
-    draw = WORDING.numbers if kind == "numbers" else WORDING.uuids
+    sample = WORDING.numbers if kind == "numbers" else WORDING.uuids
     line = 17 if kind == "numbers" else 22
     many = max(headroom // line, 1)
     each_has = 1 if rng.random() < 0.75 else int(rng.integers(1, 5))
@@ -120,7 +120,7 @@ def needles(rng: np.random.Generator, headroom: int) -> Lesson:
         if kind == "uuids" and form == "keys" and rng.random() < 0.5
         else WORDING.words
     )(rng, count)
-    values = [draw(rng, each_has) for _ in keys]
+    values = [sample(rng, each_has) for _ in keys]
     told = [(key, value) for key, of in zip(keys, values, strict=True) for value in of]
     told = [told[at] for at in rng.permutation(len(told))]
     lines = [NEEDLE.format(kind=kind, key=key, value=value) for key, value in told]

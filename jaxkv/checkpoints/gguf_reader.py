@@ -50,7 +50,7 @@ class GgufTensor:
 
     @property
     def stored_array(self) -> np.ndarray:
-        """Whole tensor as stored, read from the file at each access: numbers, or uint8 for quantised rows."""
+        """Read the tensor from the file, at each access; return it as stored: numbers, or uint8 for quantised rows."""
         return self._read_elements(0, math.prod(self.stored)).reshape(self.stored)
 
     def read_rows(self, first: int, last: int) -> np.ndarray:

@@ -66,8 +66,7 @@ def start_loop_compilation(
     The plan says all shapes on one device, unless scores set the sizes of pools or entries are offloaded.
     """
     flat = session.params.flat_decoder
-    on_one_device = flat.axes is None
-    if not (on_one_device and needed.has_fixed_shapes):
+    if flat.axes is not None or not needed.has_fixed_shapes:
         return None
     shapes = needed.padded_len, needed.pools, needed.headroom, len(needed.budget)
     numbers = jax.tree.structure(convert_sampler_to_pytree(sampling))
