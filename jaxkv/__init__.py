@@ -73,7 +73,7 @@ def _read_package_version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name, submodule or `__version__`, found at its first use (PEP 562); AttributeError for others.
+    """Module hook (PEP 562): return a public object or submodule, imported at first use; else AttributeError.
 
     `__version__` is also looked up at its first use.
     """

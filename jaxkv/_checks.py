@@ -89,7 +89,7 @@ def is_strictly_equal(one: Any, other: Any) -> bool:
 
 
 def format_non_default_fields(value: Any) -> str:
-    """Return a dataclass as one line: its class and the fields that differ from their defaults; else the `repr`."""
+    """Return a dataclass instance as one line: class and fields unlike their defaults; other values: `repr`."""
     plainly = not dataclasses.is_dataclass(value) or isinstance(value, type)
     if plainly or not value.__dataclass_params__.repr:
         return " ".join(repr(value).split())
@@ -106,7 +106,7 @@ def shorten_text(text: str, most: int = 60) -> str:
 
 
 def has_overridden_methods(cls: type, declared: str) -> bool:
-    """Return True if a class overrides a non-dunder method of the nearest base class with attribute `declared`."""
+    """True if a class without its own `declared` overrides non-dunder methods of the base that defines it."""
     ahead = list(itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__))
     names = [each for of in ahead for each in vars(of) if each[:2] != "__"]
     known = [each for each in names if hasattr(cls.__mro__[len(ahead)], each)]

@@ -86,7 +86,7 @@ def move_cache_to_device(cache: KVCache) -> KVCache:
 
 
 def validate_sampler(given: Any, **numbers: Any) -> Sampler:
-    """Return the sampler, a `Sampling` of the numbers or, without any, `GREEDY`; TypeError for both or other values."""
+    """Return the sampler, else `Sampling` of the numbers, else `GREEDY`; TypeError for both or non-samplers."""
     named = {name: value for name, value in numbers.items() if value is not None}
     if named and given is not None:
         raise TypeError(f"{', '.join(named)}: sampling= is set, too. Give one of them.")
@@ -119,7 +119,7 @@ def validate_stop_strings(given: Any) -> tuple[str, ...]:
 
 
 def validate_random_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
-    """Return a JAX key from a key, its data or 32-bit seed; None without; TypeError for others, ValueError if longer.
+    """Return a JAX key from a key, key data or 32-bit seed; None for None; ValueError for seeds out of range.
 
     ValueError for longer seeds, whose upper bits JAX would drop. The argument may also be named seed.
     """

@@ -350,7 +350,7 @@ def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[
 
 
 def _collect_cache_sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
-    """Return a dict of `Stats` size fields: full, kept and (`weighs`) cache bytes, and mean entries per segment."""
+    """Return a dict of `Stats` sizes: full, kept and cache (`weighs`) bytes; mean kept entries per segment."""
     entries = {"full_bytes": cache.full_nbytes, "kept_bytes": cache.kept_nbytes}
     return entries | {"cache_bytes": weighs, "kept": float(np.mean(cache.kept))}
 

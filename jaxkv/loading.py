@@ -197,7 +197,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def nbytes(self) -> int:
-        """Total size of all parameters in bytes."""
+        """Total size of all parameters of the model, in bytes."""
         return self.decoder.nbytes
 
 
@@ -478,7 +478,7 @@ def _format_non_default_config(value: Any) -> str:
 
 
 def _summarise_parameter_bits(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a parameter's first row, its bits as unsigned integers, and the uint32 sum of all such integers."""
+    """Return a parameter's first row as unsigned integers of its bits, and the uint32 sum over all elements."""
     bits = jax.lax.bitcast_convert_type(
         leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     )

@@ -80,7 +80,7 @@ def attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute attention of R queries per kv head over its segment; return output, log-sum-exp, and new scores if given.
+    """Compute attention of R queries per kv head over its segment; return output, log-sum-exp, any new scores.
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group, for several tokens group times tokens.
@@ -144,7 +144,7 @@ def append_and_attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Rotate and append one token per sequence, and attend; return output, keys, values, positions, and any new scores.
+    """Rotate and append a token per sequence, attend; return output, pool keys, values, positions, any scores.
 
     Entries are written in place if the pool is donated. A finished sequence attends to its entries without the token.
 

@@ -38,7 +38,7 @@ def overwrite_evicted_rows(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Move the entry in row `last` to the evicted row `place` where `over`; return keys, values, positions, scores.
+    """In segments where `over`, move the entry in row `last` to evicted row `place`; return the pool's arrays.
 
     Args:
         k: `[B, P, D]` keys of the pool; written in place if donated, as all pool leaves.
@@ -93,7 +93,7 @@ def evict_lowest_entries(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """In each segment above its limit, overwrite the lowest-ranked entry by the newest; return pool, 1 where evicted.
+    """Overwrite the lowest-ranked evictable entry of segments over limits by the newest; return pool, flags.
 
     Args:
         k: `[B, P, D]` keys of the pool; written in place if donated, as all pool leaves.

@@ -32,7 +32,7 @@ from pallas_kernels.values import VALUES, ValueReader
 
 
 class NewTokenInputs(NamedTuple):
-    """New token per sequence: unrotated keys, values, both in split-K parts; cos, sin, position, write flag, `pos`.
+    """New token per sequence: unrotated keys, values (split-K); cos, sin, position, write flag; pool positions.
 
     Attributes:
         kv: `[n, M, 2, K, D]` split-K parts of keys and values.

@@ -39,7 +39,7 @@ _BLOCK = 128
 
 
 class AttentionSpread(NamedTuple):
-    """Attention statistics, means over texts: variance and share of large weights by layer and head, maps by layer.
+    """Result of `density`: variance of attention over keys, large-weight share by layer, head; maps by layer.
 
     Attributes:
         variance: variance over keys of the attention that each key receives from all queries, by query head. D2O's F is
@@ -158,7 +158,7 @@ def retained(
     shares: Sequence[float] = SHARES,
     queries: int = 32,
 ) -> Float[np.ndarray, "L K n"]:
-    """Return the share `[L, K, n]` of last queries' attention on a kv head's top keys, n shares of all; mean of texts.
+    """Return `[L, K, n]`: share of last queries' attention on a kv head's top keys, for n `shares` of all keys.
 
     Args:
         params: from `jaxkv.load`.

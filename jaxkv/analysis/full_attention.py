@@ -36,7 +36,7 @@ def encode_texts(
 
 
 def find_full_attention_layers(params: LanguageModel) -> tuple[int, ...]:
-    """Return indices of layers without sliding window; ValueError if there are none, or with sink logits."""
+    """Return indices of layers without sliding window; ValueError if none, or if the model has sink logits."""
     layers, remedy = list_full_attention_layers(params.config.sliding_windows), "use another model"
     require(bool(layers), "params", params.name, f"every layer has a sliding window: {remedy}")
     sinks = params.config.sink_logits

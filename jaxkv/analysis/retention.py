@@ -91,7 +91,7 @@ def measure_kept_masks(
     key: int | Array | None,
     measure: Callable[[EncodedPrompts, Bool[np.ndarray, "C L K n"]], Sequence[np.ndarray]],
 ) -> list[np.ndarray]:
-    """Call `measure(text, masks)` once per text, with masks of all P x N caches; return arrays `[P, N, T, ...]`.
+    """Call `measure(text, kept masks)` per text; return its arrays by policy, budget, text: `[P, N, T, ...]`.
 
     `measure` gets the text, and masks of the prompt's entries in the caches of all C = P x N policies after prefill.
     The prompt is the text without its `following` last tokens. Sliding-window layers are left out. Raises ValueError
@@ -126,7 +126,7 @@ def place_kept_masks(
 
 
 class AttentionRecall(NamedTuple):
-    """Result of `recall` by policy, budget, text: attention on kept and on visible entries by layer, head; kept counts.
+    """Result of `recall`: share of attention kept and attention visible, by layer and query head; kept counts.
 
     Attributes:
         recall: attention on the kept entries of the prompt divided by attention on all of them, both summed over the
@@ -151,7 +151,7 @@ def recall(
     following: int = 32,
     key: int | Array | None = 0,
 ) -> AttentionRecall:
-    """Measure the share of full attention on the entries that each policy keeps; return an `AttentionRecall`.
+    """Return `AttentionRecall`: share of later tokens' attention to a prompt on entries that each policy keeps.
 
     Policies see each text without its last tokens, whose attention is then measured. Eviction during decoding is not
     applied: the entries chosen at the end of the prompt are kept. Merged entries count by their own positions, not by
@@ -180,7 +180,7 @@ def recall(
     def measure_recall(
         text: EncodedPrompts, kept: Bool[np.ndarray, "C L K n"]
     ) -> Sequence[np.ndarray]:
-        """Return recall and visible attention `[C, L, H]` and kept entries `[C]` of one text, for C policies."""
+        """Return recall, visible attention `[C, L, H]` and kept counts `[C]` of one text, for C policies."""
         # The last mask is of the whole prompt.
         masks, layers = np.concatenate([kept, np.ones_like(kept[:1])]), []
         for at, (_, out) in enumerate(
@@ -291,7 +291,7 @@ def eviction_loss(
     def measure_losses(
         text: EncodedPrompts, kept: Bool[np.ndarray, "C L K n"]
     ) -> Sequence[np.ndarray]:
-        """Return losses and bounds `[C, L, w]` and kept entries `[C]` of one text, for C policies."""
+        """Return losses, bounds `[C, L, w]` and kept counts `[C]` of one text, for C policies."""
         prompt, layers = place_host_array(text.prompt_lengths - following, "B", params.axes), []
         for at, (index, out) in enumerate(
             iterate_full_attention_layers(params, text, queries=following)

@@ -82,7 +82,7 @@ class PrefillDecodeImplementations:
     decode: Implementation = Implementation.XLA
 
     def __str__(self) -> str:
-        """Return the implementation's name, or both names if prefill and decode differ."""
+        """Return the attention implementation's name; both names if prefill and decode differ."""
         same = self.prefill is self.decode
         return (
             self.decode.value

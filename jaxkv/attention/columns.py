@@ -90,7 +90,7 @@ def sum_attention_in_block(
     *,
     zeros: bool = False,
 ) -> Float[Array, "B K G T"]:
-    """Return the attention `f32[B, K, G, T]` that a block's keys receive from its T queries, masked only by `inside`.
+    """Return attention `f32[B, K, G, T]` to a block's keys, summed over its queries; masked only by `inside`.
 
     Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are not divided, and all other keys are in
     the softmax with logits of 0.
@@ -224,7 +224,7 @@ def attend_and_score_blockwise(
     counts: Bool[Array, " B"],
     shaping: LogitShaping,
 ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-    """Attend with a token, reading a shared pool once; return output, scores plus mean attention in mask `counts`.
+    """Attend with a token, reading segments once; return output, scores plus mean attention where `counts`.
 
     Queries are not scaled. Segments have at most `reach.widest` entries.
     """

@@ -165,7 +165,7 @@ class PallasBackend(AttentionBackend):
     def build_work_table(
         self, start: Array, length: Array, *, dim: int, itemsize: int | float
     ) -> Any:
-        """Return a `WorkTable`: all layers' segments in near-equal chunks, sized by the GPU's concurrent programs."""
+        """Return the kernels' work table: all layers' segments in near-equal chunks, one for each program."""
         programs = self._pallas_kernels.count_concurrent_programs(
             dim=dim, itemsize=itemsize, interpret=self.interpret
         )

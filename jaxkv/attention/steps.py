@@ -40,7 +40,7 @@ class GatheredEntries(NamedTuple):
 
     @property
     def kernel_inputs(self) -> tuple[Array, Array]:
-        """Keys and values `[B, n, D]` as kernels read them; compare `Store.kernel_inputs`."""
+        """Keys and values `[B, n, D]` as kernels read them: the arrays themselves, nothing is encoded."""
         return self.decode_entries()
 
     def decode_entries(self) -> tuple[Array, Array]:

@@ -57,7 +57,7 @@ class TpuBackend(XlaBackend):
     def count_column_sum_bytes(
         self, prompts: int, padded_len: int, heads: int, queries: int
     ) -> int:
-        """Return the bytes of two more copies of the queries, splash attention's log-sum-exp, and a block's logits."""
+        """Return extra prefill bytes for attention sums per key: two query copies, lse, a block's logits."""
         return 2 * queries + 4 * heads * (
             _LANES * self._prefill_kernels.count_batched_tokens(prompts, padded_len)
             + _QUERIES * padded_len
@@ -236,6 +236,6 @@ class InterpretedTpuBackend(TpuBackend):
 
 
 def _choose_query_block(queries: int, prompts: int) -> int:
-    """Return the queries per block: the largest divisor of `queries` of at most `_QUERIES` / `prompts`, at least 1."""
+    """Return queries per block: the largest divisor of `queries` up to 128 / `prompts`, at least 1."""
     most = max(1, min(queries, _QUERIES // prompts))
     return next(size for size in range(most, 0, -1) if queries % size == 0)

@@ -70,7 +70,7 @@ class SegmentRanges:
 
     @classmethod
     def make_strided_ranges(cls, length: Int[Array, "B K"], rows: int) -> "SegmentRanges":
-        """Return the ranges of each head's first `length` entries, for heads with `rows` consecutive rows each."""
+        """Return `SegmentRanges` of each head's first `length` entries, head k from pool row k * `rows` on."""
         start = jnp.arange(length.shape[1], dtype=jnp.int32) * rows
         return cls(
             start=jnp.broadcast_to(start, length.shape), length=length, walk=SegmentReadMode.STRIDES

@@ -19,7 +19,7 @@ from jaxkv.sharding.mesh import list_leaves_with_axes
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyState:
-    """Pytree of policies' decode state: prompt lengths, budgets, recent, selectable counts, merge thresholds, queries.
+    """Policy decode state (pytree): prompt lengths, budgets, recent and selectable counts, thresholds, queries.
 
     Only policies that evict or recompress after the prompt have this state.
 
@@ -67,7 +67,7 @@ class SegmentTables:
     centre: Float[Array, "L B K D"] | None = None
 
     def select_layer_tables(self, layers: Int[Array, " n"]) -> "SegmentTables":
-        """Return the tables of n layers by index: arrays `[L, ...]` become `[n, ...]`, other fields are unchanged."""
+        """Return `SegmentTables` of the n layers at indices `layers`: arrays `[L, ...]` become `[n, ...]`."""
         leaves = [
             leaf[layers] if logical_axes.startswith("L ") else leaf
             for _, logical_axes, leaf in list_leaves_with_axes(self)
@@ -91,7 +91,7 @@ class EntryOverflowCounts:
     cut: Int[Array, "B K"] | None = None
 
     def add_counts(self, other: "EntryOverflowCounts") -> "EntryOverflowCounts":
-        """Return the sum of two counts field by field; a None in one counts as 0, in both the field stays None."""
+        """Return the sum of two `EntryOverflowCounts` by field; a None counts as 0, two Nones stay None."""
         return EntryOverflowCounts(
             moved=_sum_present_arrays(self.moved, other.moved),
             cut=_sum_present_arrays(self.cut, other.cut),
@@ -115,6 +115,6 @@ class CacheArrays:
     def replace_arrays(
         self, *, pools: tuple[EntryPool, ...] | None = None, **tables: Any
     ) -> "CacheArrays":
-        """Return a copy of the arrays with `pools`, and fields of `tables` by name, replaced."""
+        """Return a copy of the `CacheArrays` with `pools`, and fields of `tables` by name, replaced."""
         pools = self.pools if pools is None else pools
         return CacheArrays(pools=pools, tables=dataclasses.replace(self.tables, **tables))

@@ -101,7 +101,7 @@ class KVCache:
     padding: int = 0
 
     def __repr__(self) -> str:
-        """Return a line: policy, sequences, tokens and entries per kv head (if readable), device and host MB, turn."""
+        """Return the cache as text: policy, sequences, tokens, entries per head, device and host MB, turn."""
         layers, batch, heads = _get_3d_shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [format_non_default_fields(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
@@ -123,7 +123,7 @@ class KVCache:
 
     @property
     def pools(self) -> tuple[EntryPool, ...]:
-        """Tuple of pools: one per layer, or a single one shared by all layers (`layout.uses_shared_pool`)."""
+        """Tuple of the cache's pools: one per layer, or one for all layers (`layout.uses_shared_pool`)."""
         return self.arrays.pools
 
     @property
@@ -138,12 +138,12 @@ class KVCache:
 
     @property
     def length(self) -> Int[Array, "L B K"]:
-        """Number of entries in each segment, `i32[L, B, K]`."""
+        """Number of entries in each of the cache's segments, `i32[L, B, K]`, without headroom."""
         return self.tables.length
 
     @property
     def limit(self) -> Int[Array, "L B K"]:
-        """The policy's target size of each segment in entries, `i32[L, B, K]`."""
+        """Number of entries that the policy aims at in each segment of the cache, `i32[L, B, K]`."""
         return self.tables.limit
 
     @property
@@ -159,7 +159,7 @@ class KVCache:
     def replace_arrays(
         self, *, pools: tuple[EntryPool, ...] | None = None, **tables: Any
     ) -> "KVCache":
-        """Return a copy with `pools`, or fields of `tables` by name (such as `start`, `length`, `state`), replaced."""
+        """Return a copy of the cache with `pools` and `tables` fields by name, such as `start`, replaced."""
         return dataclasses.replace(self, arrays=self.arrays.replace_arrays(pools=pools, **tables))
 
     def cast_to_dtype(self, dtype: Any) -> "KVCache":
@@ -170,7 +170,7 @@ class KVCache:
         return dataclasses.replace(cache, host_store=host_store)
 
     def cast_for_devices(self) -> "KVCache":
-        """Return a copy with entries, also offloaded ones, in its devices' dtype: float32 on CPU, else the model's."""
+        """Return a copy of the cache, entries in its devices' dtype: float32 on CPU, else the model's."""
         platform = jax.default_backend() if self.axes is None else self.axes.platform
         return self.cast_to_dtype(choose_cache_dtype(self.dtype, platform))
 
@@ -223,7 +223,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on devices of pools (with headroom), tables and policy state, without host store, logits and tally."""
+        """Device bytes of the cache's pools (with headroom), tables and policy state; no logits or tally."""
         held = dataclasses.replace(self, host_store=None, logits=None, tally=EntryOverflowCounts())
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
@@ -461,7 +461,7 @@ def _rearrange_cache_leaf(
     start: np.ndarray,
     pages: list[int],
 ) -> np.ndarray:
-    """Return a cache array as numpy in a new layout: sequences `of`, pool rows `sources`, pages; first rows: `start`.
+    """Return one cache array as numpy, its sequences, pool rows and pages rearranged; for `start` the new one.
 
     `pages` are the numbers of pages per segment of each pool, for page bounds.
     """

@@ -116,7 +116,7 @@ def compute_all_segment_starts(
     headroom: tuple[int, ...] | None = None,
     axes: ShardingMesh | None = None,
 ) -> Int[Array, "n B K"]:
-    """Compiled `SegmentLayout.compute_segment_starts`: segments' first rows `[n, B, K]`, on a mesh by shard."""
+    """Return segments' first rows `[n, B, K]` in a pool of `rows`, on a mesh in a device's shard; compiled."""
     return layout.compute_segment_starts(
         length, rows, None if headroom is None else np.asarray(headroom, np.int32)
     )

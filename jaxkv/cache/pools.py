@@ -43,7 +43,7 @@ class EntryPool:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of keys and values as attention reads them; nothing is decoded."""
+        """Dtype of the pool's keys and values once decoded, as attention reads them; not of codes."""
         return self.store.dtype
 
     def cast_to_dtype(self, dtype: jnp.dtype) -> "EntryPool":

@@ -51,7 +51,7 @@ class QuantisedVectors(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def quantise_vectors(cls, rows: Float[Array, "B P D"]) -> "QuantisedVectors":
-        """Return vectors `[B, P, D]` quantised to this class."""
+        """Quantise float vectors `[B, P, D]`; return an instance of this class, codes with scales."""
 
     @classmethod
     @abc.abstractmethod

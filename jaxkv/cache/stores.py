@@ -39,14 +39,14 @@ class Store(abc.ABC):
     transformed: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset `kernels` to () in a subclass that changes the encoding without declaring its own `kernels`."""
+        """Reset `kernels` to () in a new `Store` subclass that overrides methods but declares no `kernels`."""
         super().__init_subclass__(**options)
         if has_overridden_methods(cls, "kernels"):
             cls.kernels = ()
 
     @classmethod
     def supports_kernels(cls, kernels: Set[str], dim: int) -> bool:
-        """True if the forms in `kernels`, read by kernels, include this store's, and its `columns` divide `dim`."""
+        """True if the forms `kernels` that kernels read include this store's, and `columns` divide `dim`."""
         return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod
@@ -175,7 +175,7 @@ class DenseStore(Store):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of keys and values: that of the stored arrays."""
+        """Dtype of a dense store's keys and values: that of the stored arrays."""
         return self.k.dtype
 
     def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:

@@ -79,7 +79,7 @@ def _compile_template(source: str) -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Parse a block up to `{% endgeneration %}`; return the Jinja nodes of its content."""
+            """Parse a `{% generation %}` block to its end tag; return the Jinja nodes of its content."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -22,7 +22,7 @@ _WIDER = {"gemma2": 46, "gemma3": 62}
 def convert_metadata_to_config(
     meta: GgufMetadata, tensors: Mapping[str, StoredTensor], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Convert GGUF metadata, tensor list, RoPE divisors to keys of a `config.json`; ValueError for unsupported models.
+    """Return GGUF metadata, tensors and RoPE divisors as a `config.json` dict; ValueError if unsupported.
 
     Args:
         meta: the metadata.

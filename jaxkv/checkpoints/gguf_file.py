@@ -36,7 +36,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        """Open the file: read header and vocabulary, build config and tensor list; weights are read later.
+        """Open a GGUF file: read header and vocabulary, build config and tensor list; weights are read later.
 
         Raises:
             ValueError: if the file is missing, truncated or corrupt, or its architecture is not supported.

@@ -26,12 +26,12 @@ class GgufMetadata:
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        """Wrap metadata by key and read the architecture's name; ValueError if that is not a string."""
+        """Wrap GGUF metadata by key, and read the architecture's name; ValueError if it is not a string."""
         self.values = values
         self.arch = self.get_value("general.architecture", kind=str)
 
     def get_value(self, key: str, default: Any = None, *, kind: type) -> Any:
-        """Return the value of a key, or `default` if absent; ValueError if it is not of type `kind`."""
+        """Return a GGUF metadata value by key, or `default` if absent; ValueError if not of type `kind`."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -41,14 +41,14 @@ class GgufMetadata:
         return value
 
     def get_list(self, key: str, kind: type) -> tuple[Any, ...]:
-        """Return the list of a key as a tuple, empty if absent; ValueError for items not of type `kind`."""
+        """Return a GGUF metadata list by key as a tuple, () if absent; ValueError for items not of `kind`."""
         values = self.get_value(key, [], kind=list)
         sound = all(type(value) is kind for value in values)
         require(sound, key, values[:3], f"not a list of {_KINDS[kind]}: convert the model again")
         return tuple(values)
 
     def get_hyperparameter(self, key: str, default: Any = None, *, kind: type = int) -> Any:
-        """Return the number at key `{arch}.{key}`, or `default`; ValueError if absent, no number, or layers vary."""
+        """Return the number at `{arch}.{key}`, else `default`; ValueError if no number, or if layers differ."""
         key = f"{self.arch}.{key}"
         value = self.values.get(key)
         if isinstance(value, list):
@@ -67,7 +67,7 @@ class GgufMetadata:
         return value
 
     def get_special_ids(self) -> dict[str, int | None]:
-        """Return special token ids by kind (bos, eos, eot, pad, unk), with llama.cpp's defaults; None where unknown."""
+        """Return a GGUF's special token ids by kind (bos, eos, eot, pad, unk); llama.cpp's defaults or None."""
         ids = {
             kind: self.get_value(f"tokenizer.ggml.{key}_token_id", kind=int)
             for kind, key in TABLES["ids"].items()

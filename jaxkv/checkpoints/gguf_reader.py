@@ -54,14 +54,14 @@ class GgufTensor:
         return self._read_elements(0, math.prod(self.stored)).reshape(self.stored)
 
     def read_rows(self, first: int, last: int) -> np.ndarray:
-        """Read rows first to last - 1 of the tensor as stored, not dequantised; ValueError if the file ends before."""
+        """Read rows first to last - 1 of a GGUF tensor as stored, not dequantised; ValueError if cut short."""
         row = math.prod(self.stored[1:])
         return self._read_elements(first * row, (last - first) * row).reshape(
             last - first, *self.stored[1:]
         )
 
     def _read_elements(self, first: int, count: int) -> np.ndarray:
-        """Read `count` elements of the stored array from element `first`, flat; ValueError if the file ends before."""
+        """Read `count` stored elements of a GGUF tensor from `first` on, flat; ValueError if cut short."""
         # Read, not mapped: a mapping would keep all pages that were read in the memory of the process.
         found = np.fromfile(
             self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize
@@ -117,20 +117,20 @@ class _GgufHeaderCursor:
         return self._view[self.at - size : self.at]
 
     def read_numbers(self, dtype: Any, count: int) -> list[Any]:
-        """Read the next `count` little-endian numbers of a dtype; return a list of Python numbers."""
+        """Read a GGUF header's next `count` little-endian numbers of a dtype as a list of Python numbers."""
         kind = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self.read_bytes(count * kind.itemsize), kind).tolist()
 
     def read_unsigned(self, size: int) -> int:
-        """Read the next little-endian unsigned integer of `size` bytes."""
+        """Read a GGUF header's next little-endian unsigned integer, of `size` bytes; return the int."""
         return int.from_bytes(self.read_bytes(size), "little")
 
     def read_string(self) -> str:
-        """Read the next string: a 64-bit length in bytes, then UTF-8 text."""
+        """Read a GGUF header's next string: a 64-bit length in bytes, then UTF-8 text."""
         return str(self.read_bytes(self.read_unsigned(8)), "utf-8")
 
     def read_count(self, most: int, what: str) -> int:
-        """Read the next 64-bit unsigned integer, a number of items; `_CorruptFileError` if it exceeds `most`."""
+        """Read a GGUF header's next 64-bit count of items; `_CorruptFileError` if it exceeds `most`."""
         count = self.read_unsigned(8)
         if count > most:
             raise _CorruptFileError(f"{count:,} {what}, at most {most:,} are read")

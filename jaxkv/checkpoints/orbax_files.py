@@ -167,7 +167,7 @@ class ManifestEntry:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return shape, dtype name and CRC-32 as a dictionary for the manifest, without the array's name."""
+        """Return an array's shape, dtype name and CRC-32 as a dictionary for a manifest, without its name."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 

@@ -112,7 +112,7 @@ def _open_checkpoint_folder(folder: Path) -> Checkpoint:
 
 
 def read_folder_config(folder: Path) -> dict[str, Any]:
-    """Return the keys of a folder's `config.json`, with `quantization_config` from a ModelOpt file if there is one.
+    """Return a folder's `config.json` as a dict; add `quantization_config` from a ModelOpt file if it has none.
 
     Args:
         folder: folder of a Hugging Face checkpoint.

@@ -51,7 +51,7 @@ def extract_text_config(config: Config) -> Config:
 
 
 def extract_text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Drop an image-and-text model's vision tensors, and rename the text model's as in a text-only checkpoint.
+    """Return an image-and-text model's tensors without the vision ones, named as in a text-only checkpoint.
 
     Args:
         stored: all tensors by their names in the file.

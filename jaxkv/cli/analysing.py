@@ -42,7 +42,7 @@ class FindFilterLayersCommand(ModelOption):
     save: bool = False
 
     def run_command(self) -> None:
-        """Find a model's filter layers on texts and print them; then save and draw them if requested.
+        """Find and print a model's filter layers on texts; if requested, save them and draw a map of layers.
 
         If saving or drawing fails, the layers are already on stdout.
         """

@@ -116,7 +116,7 @@ class EvaluationOptions(ModelLoadingOptions):
         write_to_stderr(f"jaxkv: the results are in {done.folder}")
 
     def _combine_policies_and_budgets(self) -> dict[str, Policy]:
-        """Return policies by row name: each of --policies per --budgets value, once if it sets one or supports none."""
+        """Return policies by row name: each of --policies per --budgets value, once if it needs none."""
         rows: dict[str, Policy] = {}
         for each in parse_policy_list(self.policies, "--policies"):
             if each.has_unset_budget:

@@ -44,7 +44,7 @@ class SamplingOptions(ComputeOptions):
 
     @property
     def generation_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `jaxkv.generate` that these options set, with the random key of the seed."""
+        """Dict of arguments for `jaxkv.generate` from a command's options, with the seed's random key."""
         given = pick_fields(self, "max_new_tokens stop sampling implementation")
         return given | {"key": make_random_key(self.seed)}
 

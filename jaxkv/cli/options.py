@@ -187,14 +187,14 @@ class FieldOption:
 
     @property
     def help_text(self) -> str:
-        """Help text of the option, with its default unless that is None, empty, a bool or missing."""
+        """Help text of a command-line option, with its default unless None, empty, a bool or missing."""
         default = self.default.value if isinstance(self.default, enum.Enum) else self.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         hidden = default in (MISSING, None, "", ()) or isinstance(default, bool)
         return self.about if hidden else f"{self.about} (default: {shorten_text(shown)})"
 
     def add_to_parser(self, parser: argparse.ArgumentParser, group: Any, prefix: str = "") -> None:
-        """Add the option to a parser's group; a flag that the parser has already gets the prefix: --task-batch."""
+        """Add a field's option to a parser's group; a flag that exists already is prefixed: --task-batch."""
         more: dict[str, Any] = {
             "action": self.word.action,
             "help": self.help_text.replace("%", "%%"),
@@ -232,7 +232,7 @@ def _collect_field_options(cls: type) -> dict[str, FieldOption]:
 
 
 def _make_field_option(field: dataclasses.Field, hint: Any, about: str) -> FieldOption | None:
-    """Return the `FieldOption` of a dataclass field; None if its type has no text form."""
+    """Return a dataclass field's `FieldOption`, also for some policy parts; None if it has no text form."""
     word, default = _derive_argument_spec(hint), typing.cast(Any, field.default)
     flag = ("--" if len(field.name) > 1 else "-") + field.name.replace("_", "-")
     # Parts of a policy that one number or a switch sets.
@@ -420,12 +420,12 @@ class PolicyArguments:
         return set(list_policy_flags(find_policy_class(self.name)))
 
     def add_shared_options(self, shared: dict[str, Any]) -> "PolicyArguments":
-        """Return a copy with those options of `shared` that the policy accepts and does not set itself."""
+        """Return a copy of a policy's arguments with those options of `shared` that it accepts and lacks."""
         theirs = {flag: words for flag, words in shared.items() if flag in self.accepted_flags}
         return dataclasses.replace(self, given=theirs | self.given)
 
     def build_with_budget(self, budget: Budget) -> Policy:
-        """Build the policy with a budget (entries, share or bytes) unless its words set one; ValueError if invalid."""
+        """Build the `Policy`, with this budget (entries, share, bytes) if it supports one and sets none."""
         return self.add_shared_options({"--budget": str(budget)}).build_policy()
 
     def build_policy(self) -> Policy:

@@ -117,7 +117,7 @@ class PlanCommand:
             out.write_bytes(picture.plot_peak_memory(plans, out.image_format))
 
     def _parse_compared_policies(self) -> list[Policy]:
-        """Build --compare's policies with shared options each accepts; ValueError for options of none, or --policy."""
+        """Return --compare's policies with the options each accepts; ValueError for --policy or unused ones."""
         remedy = "conflicts with --compare: add it there, or leave it out"
         require(self.policy.name == "full", "--policy", self.policy.name, remedy)
         entries = parse_policy_list(self.compare, "--compare")

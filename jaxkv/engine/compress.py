@@ -38,7 +38,7 @@ _CUT_TOGETHER = 4
 
 
 class CompressionResult(NamedTuple):
-    """Result of `compress_layer_by_layer`: pools, first rows, lengths, merging thresholds, overflow counts."""
+    """Result of compressing layers: pools; segments' first rows, lengths, merge thresholds; overflow counts."""
 
     pools: tuple[EntryPool, ...]
     start: Int[Array, "L B K"]
@@ -225,7 +225,7 @@ def merge_evicted_entries(
     merge: Merger,
     axes: ShardingMesh | None = None,
 ) -> UnpackedEntries:
-    """Return a layer's entries with new thresholds, in `due` sequences (None: all) evicted ones merged into kept ones.
+    """Return a layer's entries and thresholds with evicted entries merged into kept ones in `due` sequences.
 
     Sequences that are not `due`, by default none, are unchanged. Raise TypeError if the merger's results do not have
     the entries' shapes and dtypes.

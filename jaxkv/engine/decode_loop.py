@@ -78,12 +78,12 @@ class DecodeLoop:
 
     @property
     def sparse_attention_config(self) -> LayerReadConfig:
-        """Config (`LayerReadConfig`) of sparse attention: filter, sparse and offloaded layers."""
+        """`LayerReadConfig` of a decode loop: which layers filter, are sparse, or are offloaded."""
         return self._spec.reading
 
     @property
     def ended_sequences(self) -> Bool[np.ndarray, " B"]:
-        """Mask `bool[B]` of sequences that have ended, on the host."""
+        """Mask `bool[B]`, on the host, of a decode loop's sequences that have ended."""
         return copy_to_host(self._sampling_state.done)[: self._batch]
 
     def sample_tokens(self, steps: int) -> Int[np.ndarray, "B n"]:

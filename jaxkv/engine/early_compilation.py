@@ -25,7 +25,7 @@ class LoopCompilation:
     def __init__(
         self, session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
     ):
-        """Start to trace and compile the loop for `new` tokens and `ends` end ids."""
+        """Start a thread that compiles the token loop for `new` tokens and a number `ends` of end ids."""
         self._session, self._needed, self._sampling = session, needed, sampling
         self._new, self._ends, self._clock = new, ends, StageClock()
         self._thread = threading.Thread(target=self._compile, name="jaxkv-compile")

@@ -108,7 +108,7 @@ def _find_lowest_rank_fused(
 
 
 class _EvictionWrites(NamedTuple):
-    """Writes of an eviction: newest entries for evicted ones' places in segments `over`, merged entries, thresholds.
+    """Writes of an eviction to segments in mask `over`: newest entries, merged entries, new thresholds.
 
     `newest` and `merged` have the keys "k" and "v". Merged entries come with their indices; an index of P or more
     writes nothing.
@@ -310,7 +310,7 @@ def _write_evictions(
     both = jnp.concatenate([place, emptied], axis=1)
 
     def move_last_cell(leaf: Array, empty: int) -> Array:
-        """Copy each evicting segment's last position or score to the evicted cell; set the last cell to `empty`."""
+        """Return positions or scores with each evicting segment's last one moved to the evicted cell."""
         cells = jnp.take_along_axis(leaf, last, axis=1)
         return write_pool_rows(
             leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1)

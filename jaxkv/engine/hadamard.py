@@ -58,7 +58,7 @@ def centre_and_transform_keys(
 def restore_original_keys(
     stored: Float[Array, "B K N D"], centre: Float[Array, "B K D"]
 ) -> Float[Array, "B K N D"]:
-    """Return the original keys of stored ones, the inverse of `centre_and_transform_keys`; in their dtype."""
+    """Return original keys from stored ones: undo the Hadamard transform, then add the head's `centre`."""
     return (apply_hadamard(stored.astype(jnp.float32)) + centre[:, :, None]).astype(stored.dtype)
 
 

@@ -64,7 +64,7 @@ def compute_headroom(
 def _cap_sliding_window_headroom(
     headroom: Int[np.ndarray, " L"], sliding_windows: SlidingWindows, least: int
 ) -> Int[np.ndarray, " L"]:
-    """Limit headroom `[L]` of sliding-window layers to the largest of their bucketed window, 256 and `least`."""
+    """Return headroom `[L]`, in sliding-window layers at most max(bucketed window, 256, `least`)."""
     most = [
         max(_LEAST_BEYOND, round_up_to_bucket(width), least) if width else int(headroom.max())
         for width in sliding_windows
@@ -104,7 +104,7 @@ def compute_prefill_headroom(
 
 
 def count_steps_until_full(cache: KVCache) -> int:
-    """Return how many tokens each sequence can sample before entries must be copied to larger pools or recompressed.
+    """Return the number of tokens that every sequence can sample before pools must grow or be recompressed.
 
     The largest int32 if decoding needs a single spare place only.
     """
@@ -129,7 +129,7 @@ def count_steps_until_full(cache: KVCache) -> int:
 def prepare_cache_for_decoding(
     flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyArray
 ) -> KVCache:
-    """Return a cache ready for sampling: sequences that are due recompressed, and `extended` cleared if outdated.
+    """Return a cache ready for sampling: due sequences recompressed, and `extended` cleared if outdated.
 
     The result is `extended` only if a segment may hold more entries than the policy's bound on prompts.
     """

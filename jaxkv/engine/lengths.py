@@ -55,7 +55,7 @@ def list_buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tokens_per_call(tokens: int) -> int:
-    """Return the tokens per call of a compiled program for `tokens` in all: their bucket, at most 256."""
+    """Return a compiled program's tokens per call, to run `tokens` in all: their bucket, at most 256."""
     return min(BLOCK, round_up_to_bucket(tokens))
 
 

@@ -35,7 +35,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Indices of `layers` that one program runs, of those `loaded` from host memory, and of the next filter (`ask`)."""
+    """Consecutive layers that one program runs: their indices, those loaded from the host, the next filter."""
 
     layers: tuple[int, ...]
     loaded: tuple[int, ...]

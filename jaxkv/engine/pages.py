@@ -53,13 +53,13 @@ def update_page_bounds(
 
 
 def find_newest_page(length: Int[Array, "*n"], page: int) -> Int[Array, "*n"]:
-    """Return the offset in a segment at which the page of the next entry, number `length`, begins."""
+    """Return per segment the offset at which its newest page begins, the page that the next entry joins."""
     return length // page * page
 
 
 def count_full_pages(
     length: Int[Array, "*n"], budget: Int[Array, "*#n"], page: int
 ) -> Int[Array, "*n"]:
-    """Return how many full pages a step attends to: those that fit into the entry budget next to the newest page."""
+    """Return per segment how many full pages a step attends to: as many as fit the budget with the newest."""
     newest = length + 1 - find_newest_page(length, page)
     return jnp.clip((budget - newest) // page, 0, length // page)

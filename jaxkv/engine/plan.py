@@ -203,7 +203,7 @@ def compute_candidate_buffer_size(
     heads: int,
     kv_shards: int,
 ) -> int | None:
-    """Return the size in entries of the candidate buffer of layers that share one budget; None without a buffer.
+    """Return the size, in entries per sequence, of a device's candidate buffer for a shared budget; or None.
 
     `capacity`, `padded_len` and `kv_shards` are those of the plan's pools. The budget covers all layers, either jointly
     or in parts by layer weights. The buffer is used if it is smaller than the entries of all layers but one. Mergers

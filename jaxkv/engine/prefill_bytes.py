@@ -118,7 +118,7 @@ class PrefillBytes:
         return total
 
     def _compute_activation_bytes(self) -> int:
-        """Return prefill's peak bytes beyond the final cache, over the last two layers, any second pass, the end."""
+        """Return peak bytes beyond the final cache, in the last two layers, a second pass, or the end."""
         config, parts, rows, layers = (
             self.config,
             self.parts,

@@ -165,7 +165,7 @@ class CachedLayerConfig:
 
     @classmethod
     def from_parts(cls, parts: Parts, **given: Any) -> "CachedLayerConfig":
-        """Return the config with the fields that a policy's parts set; `given` sets all other fields."""
+        """Build the `CachedLayerConfig` of a policy's parts; `given` sets the fields that the parts do not."""
         return cls(
             ongoing=parts.decoding_compression,
             scorer=parts.scorer,
@@ -189,12 +189,12 @@ class CachedLayer:
 
     @property
     def layer_segments(self) -> Segments:
-        """`Segments` of this layer (start, length, limit, ...), sliced from the tables of all layers."""
+        """`Segments` of one cached layer (start, length, limit, ...), sliced from the tables of all layers."""
         return select_layer_segments(self.tables.select_layer_tables(self.row[None]), 0)
 
     @property
     def key_centre(self) -> Float[Array, "B K D"] | None:
-        """Vector `[B, K, D]` subtracted from this layer's keys before their transform; None without a transform."""
+        """Vectors `[B, K, D]` subtracted from a cached layer's keys before the transform; None without."""
         return None if self.tables.centre is None else self.tables.centre[self.row]
 
 
@@ -209,7 +209,7 @@ class _CachedLayerSource(LayerEntrySource):
         headroom: Int[np.ndarray, " L"],
         fixed: FixedSizes | None,
     ):
-        """Compute the padded segment length and, per layer, how many entries and how many recent ones to keep."""
+        """Compute a cache's padded segment length and, per layer, how many entries and recent ones to keep."""
         parts, state = cache.policy.composed, cache.state
         assert state is not None
         self.flat, self.cache, self.key, self.headroom, self.fixed = (

@@ -84,7 +84,7 @@ def encode_second_pass_texts(
 
 
 def count_second_pass_tokens(asked: PromptReplay, texts: SecondPassTexts, padded_len: int) -> int:
-    """Return the number of tokens per prompt and chunk of a second pass: texts, last chunk's end, chunk, padding."""
+    """Return the tokens per prompt and chunk of a second pass: texts, previous chunk's end, chunk, padding."""
     before = max(len(texts.first), len(texts.following) + min(asked.tail, padded_len)) + len(
         texts.closing
     )
@@ -125,7 +125,7 @@ def compute_peak_attention(
     implementation: Implementation,
     worth: float,
 ) -> Walk[list[Float[Array, "B K S"]]]:
-    """Generator: run prompts again on layers that `ran`; return per layer each entry's peak attention, `f32[B, K, S]`.
+    """Generator: run prompts again over their entries in `ran`; return each entry's peak attention by layer.
 
     Yields progress in equal parts that sum to `worth`, the second pass's share of the layers' progress.
     """
@@ -216,7 +216,7 @@ def _rerun_block(
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def run_token_block(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Run one block of tokens; return updated hidden states, new keys and values, and peak attention."""
+        """Run the layer on a token block; return updated hidden states, keys, values and peak attention."""
         x, k, v, most = carry
         at = index * size
         part = lax.dynamic_slice_in_dim(x, at, size, axis=1)

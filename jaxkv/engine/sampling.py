@@ -118,7 +118,7 @@ _BLOCK = 256
 
 
 def _sample_token(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
-    """Sample a token id `i32[]` from softmax(logits): first a block of the vocabulary by its sum, then a token in it.
+    """Sample a token id `i32[]` from softmax(logits): first a block of the vocabulary, then a token in it.
 
     Two blocks of random numbers suffice for a vocabulary. A float32 Gumbel variate of mode "low" never exceeds 16.6, so
     tokens of probability 1e-7 would be sampled too rarely.
@@ -166,7 +166,7 @@ class BatchSampling:
         return logits
 
     def scale_logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return logits minus the sequence's largest one, divided by the temperature: at most 0, never NaN."""
+        """Return logits minus the sequence's largest one, divided by its temperature (clipped): at most 0."""
         return (logits - logits.max(axis=-1, keepdims=True)) / self.temperature_divisor
 
     @property

@@ -34,7 +34,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """One layer's candidate entries in order of position: scores, positions, masks; optional norms, claim, first ranks.
+    """Candidate entries of one layer: scores, positions, masks; optional value norms, budget claim, ranks.
 
     Attributes:
         scores: scores of entries; None keeps all entries.
@@ -62,7 +62,7 @@ class Candidates:
 def create_prompt_candidates(
     scores: Float[Array, "B K S"] | None, always_kept: Bool[Array, "B S"], length: Int[Array, " B"]
 ) -> Candidates:
-    """Return the `Candidates` of one layer of right-padded prompts: scores, positions, and masks without padding."""
+    """Return `Candidates` of one layer of right-padded prompts from given scores; masks exclude padding."""
     positions = jnp.arange(always_kept.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(
@@ -75,7 +75,7 @@ def create_prompt_candidates(
 
 
 def keep_last_entries(rows: Candidates, window: int | None) -> Candidates:
-    """Restrict `Candidates` to the last `window` tokens, which later tokens may attend to; None keeps all."""
+    """Return `Candidates` masked to the last `window` tokens, which later tokens attend to; None keeps all."""
     return _keep_last_entries(rows, window) if window else rows
 
 
@@ -117,7 +117,7 @@ def _slice_window(
 
 
 class EntrySelection(NamedTuple):
-    """Masks of entries to keep, one per layer; counts of entries moved to other devices or evicted over a threshold."""
+    """Masks of kept entries, by layer; counts of entries moved to other devices, or evicted above threshold."""
 
     masks: tuple[Bool[Array, "B K S"], ...]
     tally: EntryOverflowCounts

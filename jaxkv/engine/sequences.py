@@ -17,7 +17,7 @@ from jaxkv.sharding.mesh import place_dataclass_on_mesh
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceArrays:
-    """Device arrays of B sequences of a running batch: cache, sampling state, numbers of the sampler."""
+    """Pytree of B sequences of a running batch: cache arrays, sampling state, sampler's parameters."""
 
     cache: CacheArrays
     sampling_state: SamplingState

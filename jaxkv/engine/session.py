@@ -73,7 +73,7 @@ class Session:
         implementation: Implementation | str | None = Implementation.AUTO,
         key: PRNGKeyArray | int | None = None,
     ):
-        """Check the arguments and select attention backends; compile nothing.
+        """Create a session: check model and policy, select attention backends; compile nothing.
 
         Args:
             params: model from `jaxkv.load`.
@@ -108,7 +108,7 @@ class Session:
             self.key = jax.random.key(0) if given is None else given
 
     def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
-        """Return the `PrefillPlan` of prompts with headroom for `new` tokens; MemoryError if it exceeds free memory.
+        """Return a `PrefillPlan` for prompt lengths and `new` tokens; MemoryError if it exceeds free memory.
 
         Args:
             lengths: number of tokens of each prompt, `[B]`.
@@ -141,7 +141,7 @@ class Session:
     def plan_without_memory_check(
         self, lengths: Int[np.ndarray, " B"], headroom: int | tuple[int, ...]
     ) -> PrefillPlan:
-        """Return the `PrefillPlan` of prompts with `headroom` free places behind each segment, without a memory check.
+        """Return a `PrefillPlan` for prompt lengths, with `headroom` free places per segment; no memory check.
 
         Bytes are those of one device; on a CPU mesh, of all its devices, which share one memory.
 
@@ -184,7 +184,7 @@ class Session:
         tick: Callable[..., object] = lambda layers=1.0: None,
         key: PRNGKeyArray | int | None = None,
     ) -> KVCache:
-        """Run prompts through the model; return a cache of their keys and values, compressed by the policy.
+        """Run prompts through the model; return a cache compressed by the policy, with prompts' last logits.
 
         Args:
             ids: token ids of one or several prompts; plain text if the model has a tokenizer.
@@ -275,7 +275,7 @@ class Session:
         chunk: int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Run one prompt per sequence on top of a cache (copied unless `donate`); return it with entries and logits.
+        """Run a prompt per sequence on a cache (copied unless `donate`); return the extended cache with logits.
 
         Args:
             cache: from the same model and policy; a single sequence serves any number of prompts.
@@ -319,7 +319,7 @@ class Session:
     def append_prompts(
         self, cache: KVCache, encoded: EncodedPrompts, spec: DecodeSpec, chunk: int | None = None
     ) -> KVCache:
-        """Run one prompt per sequence on top of a cache, donating its buffers; return the new cache with last logits.
+        """Run encoded prompts, one per sequence, into a cache's free places (donated); return it with logits.
 
         Args:
             cache: with free places for the prompts.

@@ -35,7 +35,7 @@ class SlotShape:
 
     @property
     def padded_lengths(self) -> list[tuple[bool, int]]:
-        """Pairs (is a question, padded length): prompts, then questions, those nearest to a short chat's first."""
+        """Pairs (is a question, padded length) to compile: prompts first, nearest to a short chat's first."""
         most = (False, self.prompt), (True, self.question)
         pairs = [
             (question, size) for question, longest in most for _, size in list_buckets(longest)

@@ -76,7 +76,7 @@ class Slots:
         size: int = 64,
         start: bool = True,
     ):
-        """Allocate `count` slots and compile all programs that fill, sample from and empty them, if `start`.
+        """Check arguments; if `start`, allocate `count` slots and compile the programs that fill and run them.
 
         Args:
             session: model, policy and attention backends.
@@ -172,7 +172,7 @@ class Slots:
 
     @settled
     def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Prefill one prompt (on a mesh, one per group) into pools of a slot's size; return its cache.
+        """Prefill a prompt (mesh: one per group) into new pools of a slot's size; return a cache, in no slot.
 
         Any number of sequences can begin from the cache.
 
@@ -307,7 +307,7 @@ class Slots:
 
     @settled
     def peek_first_token(self, sequence: PausedSequence) -> int:
-        """Return the id of the first token that a sequence will sample in a slot; the sequence is unchanged."""
+        """Return the id of the first token that a `PausedSequence` will sample in a slot; change nothing."""
         arrays = sequence.arrays
         seen = arrays.cache.tables.seen
         return int(
@@ -506,7 +506,7 @@ class Slots:
         )
 
     def _count_entries_and_places(self, cache: KVCache) -> dict[str, Any]:
-        """Return a dict of counts per mesh group: `beyond`, entries over limits; `left`, free sliding-window places."""
+        """Return a dict of `beyond`, most entries over limit, `left`, free window places, per mesh group."""
         over = count_entries_over_limit(cache) if self._every else np.zeros(self._groups, np.int64)
         return {"beyond": over, "left": self._count_free_window_places(cache)}
 

@@ -148,7 +148,7 @@ def select_top_positions(
 def find_largest_keys(
     keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int, *, by_sorting: bool
 ) -> Int[Array, "B T"]:
-    """Return the indices `[B, T]` of the `count` largest sort keys, ascending, ties to the lowest; T is `width`."""
+    """Return indices `[B, width]` of the `count` largest sort keys, ascending, then S; ties to the lowest."""
     return (_find_largest_by_sorting if by_sorting else _find_largest_by_threshold)(
         keys, count, width
     )
@@ -168,7 +168,7 @@ def _find_largest_by_threshold(
 def _find_largest_by_sorting(
     keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int
 ) -> Int[Array, "B T"]:
-    """Return the indices of the `count` largest sort keys, ascending, found by two sorts; fast on GPUs.
+    """Return indices `[B, width]` of the `count` largest sort keys, ascending, then S; by sorting, for GPUs.
 
     A threshold needs a hundred GPU launches.
     """

@@ -32,7 +32,7 @@ class SelectionBounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """The N new tokens of a step, the same for all layers: positions, valid counts, limits of the tokens to select.
+    """The N new tokens per sequence of a step, for all layers: positions, valid counts, `SelectionBounds`.
 
     `candidates` bounds the positions that filter layers select from.
     """
@@ -59,14 +59,14 @@ class TokenProjections:
     split: UnrotatedProjections | None = None
 
     def transform_projections(self, centre: Float[Array, "B K D"]) -> "TokenProjections":
-        """Return the projections after the Hadamard transform: of queries, values, and keys minus `centre`."""
+        """Return new tokens' projections, Hadamard-transformed: queries, values, and keys minus `centre`."""
         k = centre_and_transform_keys(self.k, centre)
         return dataclasses.replace(
             self, q=apply_hadamard(self.q), k=k, v=apply_hadamard(self.v), stored=k
         )
 
     def cast_to_dtype(self, dtype: jnp.dtype) -> "TokenProjections":
-        """Return the projections with queries, keys and values cast to `dtype`, that of the pool."""
+        """Return new tokens' projections with queries, keys and values cast to the pool's `dtype`."""
         names = ("q", "k", "v", "stored")
         return dataclasses.replace(
             self, **{name: getattr(self, name).astype(dtype) for name in names}
@@ -96,7 +96,7 @@ def project_new_tokens(
 def sum_token_projections(
     q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: RopeTables, dtype: jnp.dtype
 ) -> TokenProjections:
-    """Return the `TokenProjections` of one new token from split-K partial sums of its queries, keys and values."""
+    """Sum split-K partial q, k and v of a token per sequence, rotate q and k; return `TokenProjections`."""
     batch = by.cos.shape[0]
     query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
     k = apply_rope(both[:, 0, :, None], by, dtype)

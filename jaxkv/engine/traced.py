@@ -104,7 +104,7 @@ def trace_token_loop(
 
 
 def make_abstract_arrays(tree: Any, sharding: Any = None) -> Any:
-    """Replace each array of a pytree by its `ShapeDtypeStruct`, with `sharding` unless that is None."""
+    """Return a pytree with each array as its `ShapeDtypeStruct`, with `sharding` unless that is None."""
 
     def describe_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
         """Return the `ShapeDtypeStruct` of one array, with the sharding if set (mapped over the pytree)."""

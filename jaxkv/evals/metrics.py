@@ -182,7 +182,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """Return 1 / n if n class names in a prediction include the answer, else 0; most names inside it do not count."""
+    """Return 1 / n if a prediction's n classes include the answer, else 0; names in the answer rarely count."""
     named = [each for each in classes if each in prediction]
     # As in the official code: removal during iteration skips the element after each removed one.
     for each in named:
@@ -293,7 +293,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _find_text_after_prefix(said: str, prefixes: Sequence[str]) -> str | None:
-    """Return what follows the first of `prefixes` that occurs, less its first character; NUL if empty; None if none."""
+    """Return the text after the first listed prefix found, less one character; NUL if empty; None if none."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 

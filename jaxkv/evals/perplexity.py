@@ -115,7 +115,7 @@ class TextLossTask(EvaluationTask):
 
 
 class TextLosses(NamedTuple):
-    """Result of `measure_text_losses` by text: losses in nats; entries per kv head after prefill, at the end; bytes."""
+    """Result by text: losses in nats per token; entries per kv head after prefill and at the end; bytes."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]

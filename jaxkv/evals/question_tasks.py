@@ -26,7 +26,7 @@ class QuestionTask(EvaluationTask):
 
     @abc.abstractmethod
     def score(self, sample: TaskSample, prediction: str) -> float:
-        """Return the score in [0, 1] of one sample's predicted text.
+        """Abstract: return the score in [0, 1] of one sample's predicted text.
 
         Args:
             sample: the sample.
@@ -47,7 +47,7 @@ class QuestionTask(EvaluationTask):
         ]
 
     def list_compressed_ids(self, params: LanguageModel, sample: TaskSample, how: How) -> list[int]:
-        """Return the prompt's token ids, or only those of the context in a question-agnostic run."""
+        """Return a sample's token ids to compress: the prompt's, or the context's if question-agnostic."""
         return _split_compressed_ids(params, sample, how)[0]
 
 

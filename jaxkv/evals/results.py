@@ -162,7 +162,7 @@ def append_lines(folder: Path, lines: bytes) -> None:
 
 
 def resume_or_create_results(folder: Path, run: EvaluationSettings) -> list[SampleRecord]:
-    """Return a folder's `SampleRecord`, cutting a partial last line; if new, write `run`; ValueError if `run` differs.
+    """Return a folder's `SampleRecord` list, partial line cut; if new, write `run`; ValueError for another.
 
     An incomplete last line, of a killed run, is removed.
     """
@@ -373,7 +373,7 @@ class Evaluation:
 
     @functools.cached_property
     def policy_reprs(self) -> dict[str, str]:
-        """Each policy's `repr` by row name, such as "adakv@128", in the order in which they ran."""
+        """Dict of policies' `repr` by row name, such as "adakv@128", in the order in which they ran."""
         return {record.policy: record.method for record in self.records}
 
     @property

@@ -47,7 +47,7 @@ _OPENING = (
 @task("2stageretr")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStage(QuestionTask):
-    """Task 2StageRetr (OmniKV, appendix A): work out a sum, then look its result up in a dictionary before it.
+    """Task 2StageRetr (OmniKV, appendix A): work out a sum, look the result up in an earlier dictionary.
 
     Attributes:
         count: number of samples.
@@ -135,7 +135,7 @@ class VisibleAttentionTask(EvaluationTask):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
     ) -> list[SampleOutcome]:
-        """Sample answers with full attention; return `SampleOutcome` of its share on entries that the policy sees."""
+        """Sample answers by full attention; return a `SampleOutcome` each: its share on what a policy sees."""
         prompts = [
             sum(encode_sample(params.tokenizer, sample, raw=how.raw), []) for sample in samples
         ]

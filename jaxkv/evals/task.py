@@ -97,7 +97,7 @@ class EvaluationTask(abc.ABC):
         checks.normalise_fields(self)
 
     def require_at_least(self, least: int, *names: str) -> None:
-        """Raise ValueError for the first of the fields `names` whose value is below `least`."""
+        """Raise ValueError for the first of the task's fields `names` whose value is below `least`."""
         for name in names:
             require(
                 getattr(self, name) >= least,
@@ -108,7 +108,7 @@ class EvaluationTask(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make the task's list of `TaskSample` for a model; equal for equal settings and tokenizer.
+        """Abstract: make the task's list of `TaskSample` for a model; equal for equal settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.
@@ -125,7 +125,7 @@ class EvaluationTask(abc.ABC):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
     ) -> list[SampleOutcome]:
-        """Run a batch of samples under one policy; return one scored `SampleOutcome` per sample.
+        """Abstract: run a batch of samples under one policy; return one scored `SampleOutcome` per sample.
 
         Args:
             params: the model.

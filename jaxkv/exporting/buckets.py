@@ -35,7 +35,7 @@ class TokenLimits(NamedTuple):
 
     @property
     def max_added_tokens(self) -> int:
-        """Maximum number of entries that exported programs append to a cache: `question` plus `new` tokens."""
+        """Maximum tokens per sequence that exported programs append to a cache: `question` plus `new`."""
         return self.question + self.new
 
 
@@ -81,7 +81,7 @@ def _compute_budgets(
 def _find_allowed_lengths(
     numbers: Callable[[np.ndarray], object], lengths: np.ndarray
 ) -> Bool[np.ndarray, " n"]:
-    """Return the mask of the lengths for which `numbers` raises no ValueError, found by bisection."""
+    """Return the mask of the lengths for which the function `numbers` raises no ValueError, by bisection."""
     try:
         numbers(lengths)
     except ValueError:

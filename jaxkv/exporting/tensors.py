@@ -29,7 +29,7 @@ def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[st
 
 
 def _group_arrays_by_file(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the list of array names of each file, which holds at most `_MOST_BYTES` or a single array."""
+    """Yield the list of array names of each file, which holds at most 1 GiB or a single array."""
     names, size = list[str](), 0
     for name, array in arrays.items():
         if names and size + array.nbytes > _MOST_BYTES:

@@ -108,20 +108,20 @@ class StageClock:
         self._spans: list[tuple[float, float]] = []
 
     def __enter__(self) -> "StageClock":
-        """Start the clock and return it."""
+        """Start the clock, which then also counts this thread's compile events; return it."""
         self._started = time.perf_counter()
         _RUNNING.clocks.append(self)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Stop the clock, and add its time to the sums."""
+        """Stop the clock; add its wall-clock and compile seconds to its totals."""
         _RUNNING.clocks.remove(self)
         self.seconds += time.perf_counter() - self._started
         self.compile_seconds += sum(end - begin for begin, end in self._spans)
         self._spans = []
 
     def add_compile_event(self, event: str, duration: float) -> None:
-        """Add a compile event of JAX, `duration` seconds until now; nested time counts once, each program once."""
+        """Add to the clock a compile event (last `duration` seconds), nested time once, and its program."""
         end = time.perf_counter()
         begin = end - duration
         self.programs += event == _BACKEND
@@ -132,7 +132,7 @@ class StageClock:
         self._spans.append((max(begin, inside), end))
 
     def add_waiting(self, seconds: float, programs: int) -> None:
-        """Count the last `seconds`, a wait for a thread that compiles, as compile seconds; add its `programs`."""
+        """Add to the clock a wait of `seconds` for a compiling thread, as compile time, and its `programs`."""
         end = time.perf_counter()
         self._spans.append((end - seconds, end))
         self.programs += programs

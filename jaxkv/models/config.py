@@ -134,7 +134,7 @@ class ModelConfig:
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
 
     def _yield_field_rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each rule on the values of fields, single or together: field name, True if it holds, and the remedy."""
+        """Yield (field name, True if it holds, remedy) for each rule on values of `ModelConfig` fields."""
         alone = not self.kinds or self.rope == Rope()
         yield "rope", alone, "each of kinds has its own: omit rope"
         whole_groups = self.heads % self.kv_heads == 0
@@ -219,7 +219,7 @@ class ModelConfig:
         )
 
     def limit_positions(self, max_positions: int) -> ModelConfig:
-        """Return a copy with `max_positions` lowered; LongRoPE selects its list by it; ValueError if above the old one.
+        """Return a `ModelConfig` with lower `max_positions` and LongRoPE's list for it; ValueError if above.
 
         Args:
             max_positions: tokens of the longest sequence, including new ones; at most this config's.

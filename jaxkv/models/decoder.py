@@ -196,7 +196,7 @@ class DecoderBlock(nnx.Module):
         ).astype(x.dtype)
 
     def _scale_residual_branch(self, added: Hidden, norm: Any) -> Hidden:
-        """Apply the norm after attention or MLP, if any, and the residual scale to its output before it is added."""
+        """Return the output of attention or MLP, normed if blocks norm outputs, times the residual scale."""
         added = added if norm is None else norm(added).astype(jnp.float32)
         return added if self.config.residual_scale == 1 else added * self.config.residual_scale
 
@@ -260,7 +260,7 @@ class Decoder(nnx.Module):
 
     @property
     def nbytes(self) -> int:
-        """Total size of all parameters in bytes."""
+        """Total size in bytes of all parameters of a decoder."""
         return sum(
             leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self, nnx.Param))
         )
@@ -380,7 +380,7 @@ class SplitDecoder:
 
     @property
     def mesh(self) -> Mesh | None:
-        """Mesh on which the parameters are sharded; None on one device."""
+        """Mesh on which the decoder's parameters are sharded; None on one device."""
         return None if self.axes is None else self.axes.mesh
 
     def get_layer_graphs(self, layer: int) -> "DecoderGraphs":
@@ -388,11 +388,11 @@ class SplitDecoder:
         return self.graphs.replace_layer_spec(self.config.get_layer_spec(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle and copy as None, so that a copied model splits its own arrays."""
+        """Pickle and copy a `SplitDecoder` as None, so that a copied model splits its own arrays."""
         return type(None), ()
 
     def replace_arrays(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "SplitDecoder":
-        """Return a copy with other parameter arrays `ends` and `blocks`, such as traced ones."""
+        """Return a copy of the `SplitDecoder` with other arrays `ends` and `blocks`, such as traced ones."""
         other = object.__new__(SplitDecoder)
         vars(other).update(vars(self), ends=ends, blocks=blocks)
         return other
@@ -435,7 +435,7 @@ class DecoderGraphs:
     spec: LayerSpec
 
     def replace_layer_spec(self, spec: LayerSpec) -> "DecoderGraphs":
-        """Return a copy with another `LayerSpec` for the block."""
+        """Return a copy of the `DecoderGraphs` with another `LayerSpec` for the block."""
         return dataclasses.replace(self, spec=spec)
 
     def rebuild_embedding_and_head(self, leaves: Leaves) -> EmbeddingAndHead:

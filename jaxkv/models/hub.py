@@ -75,7 +75,7 @@ def _read_token_ids(key: str, value: Any) -> tuple[int, ...]:
 
 
 def _read_experts(config: Config) -> ExpertsConfig | None:
-    """Return the `ExpertsConfig` of a model config; None for a dense model."""
+    """Return the `ExpertsConfig` of a parsed `config.json`; None for a dense model."""
     count = next((key for key in ("num_experts", "num_local_experts") if key in config), None)
     if count is None:
         return None
@@ -92,7 +92,7 @@ def _read_experts(config: Config) -> ExpertsConfig | None:
 
 
 def _read_scales(config: Config) -> dict[str, Any]:
-    """Return `ModelConfig` fields by name: given scales of embeddings, branches, logits; always the logits' softcap."""
+    """Return `ModelConfig` fields: a config's scales of embeddings, branches, logits; always the softcap."""
     found: dict[str, Any] = {}
     if config["model_type"].startswith("gemma"):
         found["embedding_scale"] = math.sqrt(config["hidden_size"])

@@ -157,7 +157,7 @@ def _multiply_split_k_by_xla(
 
 
 def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
-    """True if NVIDIA GPUs compute this product in the kernel: one vector, codes that it supports, no GPU before Ampere.
+    """True if NVIDIA GPUs multiply x by weight in the kernel: one vector, supported codes, Ampere or newer.
 
     On an H200 the kernel, which does not use tensor cores, took 80 us for one vector and 289 for four; bfloat16 weights
     took 113.
@@ -265,13 +265,13 @@ class DenseMLP(nnx.Module):
         )
 
     def compute_shard_output(self, x: Vectors, *, apart: bool = False) -> Vectors:
-        """Return the float32 output of this device's shard of F, without down's bias; the caller sums over devices."""
+        """Return this device's summand of the MLP's float32 output: of its shard of F, without down's bias."""
         return apply_linear(
             self, "down", self._compute_unfused_activations(x, apart), bias=False, wide=True
         )
 
     def _compute_unfused_activations(self, x: Vectors, apart: bool) -> Float[Array, "*rows F"]:
-        """Return activations `[*rows, F]` before down; with `apart`, XLA cannot fuse x or these into products."""
+        """Return the MLP's activations `[*rows, F]`; with `apart`, XLA cannot fuse x or these into products."""
         if not apart:
             return self.compute_activations(x)
         return lax.optimization_barrier(self.compute_activations(lax.optimization_barrier(x)))

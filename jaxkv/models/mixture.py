@@ -79,7 +79,7 @@ class MixtureMLP(nnx.Module):
         return out + sum_expert_biases(ids, shares, self.experts_down_bias[...]).reshape(x.shape)
 
     def compute_shard_output(self, x: Vectors) -> Vectors:
-        """Return the float32 output of this device's shard of F, without down's bias; the caller sums over devices."""
+        """Return this device's summand of the mixture's float32 output: its shard of F, without down's bias."""
         flat = x.reshape(-1, x.shape[-1])
         return self._compute_expert_outputs(flat, *self.select_experts(flat)).reshape(x.shape)
 

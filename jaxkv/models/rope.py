@@ -101,11 +101,11 @@ class RopeTables:
     sin: Float[Array, "#B N half"]
 
     def slice_positions(self, first: Int[Array, ""], size: int) -> "RopeTables":
-        """Return the tables of `size` consecutive positions, from index `first` of the tables on."""
+        """Return the `RopeTables` of `size` consecutive positions, from index `first` of these tables on."""
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
 
     def gather_positions(self, rows: Int[Array, "B N"]) -> "RopeTables":
-        """Gather tables `[B, N, D/2]` at the indices `rows` `[B, N]` of one table `[1, positions, D/2]`."""
+        """Gather `RopeTables` `[B, N, D/2]` at indices `rows` `[B, N]` of one table `[1, positions, D/2]`."""
         return jax.tree.map(lambda a: a[0, rows], self)
 
 

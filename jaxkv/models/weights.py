@@ -137,7 +137,7 @@ def _round_to_steps(
     scales: Float16[np.ndarray, "*out g"],
     leasts: Float16[np.ndarray, "*out g"],
 ) -> tuple[UInt8[np.ndarray, "*out g 32"], Float[np.ndarray, "*out g"]]:
-    """Return codes 0 to 15 of groups for given scales and minima, and each group's sum of squared errors."""
+    """Return codes 0 to 15 of weights by their groups' scales and minima; and each group's squared error."""
     step = np.where(scales == 0, np.float16(1), scales).astype(np.float32)[..., None]
     above = grouped - leasts.astype(np.float32)[..., None]
     codes = np.rint(above / step).clip(0, 15)

@@ -63,7 +63,7 @@ class CatalogModel:
 
     @property
     def config(self) -> ModelConfig:
-        """`ModelConfig` of the model's `config.json`."""
+        """`ModelConfig` of a catalogue model, built from its `config.json`; ValueError if unsupported."""
         return ModelConfig.from_hf(self.raw)
 
 
@@ -159,7 +159,7 @@ def _build_model_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _list_packaged_models() -> tuple[str, ...]:
-    """Return the names of the models whose checkpoints are packaged with jaxkv, without a download."""
+    """Return the names of the models whose checkpoints are packaged with jaxkv, which need no download."""
     return tuple(
         name for name in list_model_names() if isinstance(get_manifest(name).source, FolderSource)
     )

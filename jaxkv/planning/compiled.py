@@ -47,11 +47,11 @@ class CompiledProgram:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of one device: other live arrays, arguments, outputs without aliases, temporaries."""
+        """Peak bytes of a device in a program: other live arrays, arguments, unaliased outputs, temporaries."""
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        """One line of text: name, and gigabytes of peak, arguments, temporaries and other arrays on one device."""
+        """Compiled program in one line: name, gigabytes of peak, arguments, temporaries, other live arrays."""
         return (
             f"{self.name}: peak {self.peak_bytes / 1e9:.2f} GB a device (arguments {self.arguments / 1e9:.2f}, "
             f"temporaries {self.temporaries / 1e9:.3f}, other arrays {self.beside / 1e9:.2f})"
@@ -86,7 +86,7 @@ class CompiledPlan:
     word: str = "GPU"
 
     def __str__(self) -> str:
-        """Report in three lines: the compiler, and the figures of the decode loop and of prefill's largest program."""
+        """Three lines: XLA's version and compile time; memory of decode loop, of prefill's largest program."""
         head = f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s"
         lines = [
             f"{head}; nothing has run on a {self.word}",

@@ -190,7 +190,7 @@ def compute_weight_bytes(
 
 
 def _count_widened_elements(setting: Workload) -> int:
-    """Return the number of elements of the largest quantised matrix on one device, widened for products."""
+    """Return how many elements a device's shard of the largest quantised matrix has, to widen for products."""
     held = list_parameters(setting.config, setting.dtype, setting.weights)
     codes = {each.name for each in held if each.itemsize == 1}
     wide = [

@@ -148,7 +148,7 @@ def resolve_model(given: Any) -> KnownModel:
 
 
 def _count_groups(mesh: Any, count: int) -> int:
-    """Return the data-parallel groups (first number) of a mesh, 1 if None; ValueError unless it has `count` devices."""
+    """Return how many data-parallel groups a mesh has, 1 if None; ValueError unless it has `count` devices."""
     if mesh is None:
         return 1
     text = "x".join(map(str, mesh)) if isinstance(mesh, (tuple, list)) else str(mesh)

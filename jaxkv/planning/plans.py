@@ -73,7 +73,7 @@ class ServingPlan:
     pause: float | None = None
 
     def __str__(self) -> str:
-        """One line of text: number and size of slots; if they are estimated, requests per hour and longest pause."""
+        """A serving plan in one line: number and size of slots; if estimated, requests/hour, longest pause."""
         text = f"served: {self.slots:,} slots of {format_gigabytes(self.slot_bytes)} fit"
         if self.requests is not None and self.pause is not None:
             text += f", {format_number(self.requests)} requests per hour; longest pause {format_number(self.pause)} s"
@@ -197,7 +197,7 @@ class Plan:
         return f"Plan({format_plan_title(self.setting)}: {'it fits' if self.fits else 'it does NOT fit'})"
 
     def format_compiled_figures(self) -> list[str]:
-        """List lines of XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
+        """List lines of XLA's figures, and how much the arithmetic deviates from them; none if not compiled."""
         compiled, weights = self.compiled, self.sizes.weights
         if compiled is None:
             return []

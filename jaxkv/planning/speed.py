@@ -54,7 +54,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of all prompts together while decoding."""
+        """Estimated new tokens per second of all prompts together while decoding."""
         return self.batch / self.step
 
     @property
@@ -64,16 +64,16 @@ class Speed:
 
     @property
     def requests(self) -> float:
-        """Requests per hour if batches run one after the other."""
+        """Estimated requests per hour if batches run one after the other."""
         return 3600 * self.batch / self.batch_seconds
 
     def __str__(self) -> str:
-        """One line of text: prefill in seconds, tokens per second, milliseconds per step, requests per hour."""
+        """Estimated speed in one line: seconds of prefill, tokens/s, ms per step, requests per hour."""
         step = f"{self.tokens_per_second:,.0f} tokens/s ({self.step * 1e3:.1f} ms per step)"
         return f"prefill {self.prefill:,.1f} s, {step}, {format_number(self.requests)} requests per hour"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict of the fields, `tokens_per_second`, `requests_per_hour`, and `request_seconds` of a batch."""
+        """Return a `Speed` as a dict: fields, new tokens per second, requests per hour, seconds of a batch."""
         found = {"tokens_per_second": self.tokens_per_second, "request_seconds": self.batch_seconds}
         return dataclasses.asdict(self) | found | {"requests_per_hour": self.requests}
 
@@ -164,7 +164,7 @@ def estimate_all_reduce(setting: Workload, size: int) -> float:
 
 
 def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return how many entries per kv head, `[L]`, a decode step reads midway in an answer; and the filter layers."""
+    """Return entries per kv head, `[L]`, that a step reads midway in an answer; and filter layers' indices."""
     parts, layers, behind = setting.policy.composed, setting.config.layers, setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
     # Layer budgets that depend on the prompt are assumed uniform.

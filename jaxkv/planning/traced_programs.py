@@ -80,7 +80,7 @@ class TraceInputs:
 
     @property
     def prefill_plan(self) -> PrefillPlan:
-        """The engine's `PrefillPlan` of these prompts: entries and bytes, with headroom for the new tokens."""
+        """The engine's `PrefillPlan` of the abstract prompts: entries, bytes, with headroom for new tokens."""
         lengths = np.full(self.batch, self.tokens)
         headroom = compute_prefill_headroom(
             self.policy.composed, self.flat.config.sliding_windows, lengths, self.new
@@ -97,7 +97,7 @@ class TraceInputs:
 
     @cached_property
     def traced_prefill(self) -> TracedPrefill:
-        """`TracedPrefill` of these prompts, traced on abstract arrays; computed once."""
+        """`TracedPrefill` of the abstract prompts: traced on shapes and dtypes, not run; computed once."""
         return trace_prefill(
             self.flat,
             self.policy,

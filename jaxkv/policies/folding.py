@@ -55,7 +55,7 @@ class MergeWeights(enum.Enum):
 
 
 class ThresholdScope(enum.Enum):
-    """Scope of a running merge threshold: one per kv head (HEAD), or one per layer for all its heads (LAYER)."""
+    """Enum of a running merge threshold's scope: one per kv head (HEAD), or one per layer (LAYER)."""
 
     HEAD = "head"
     LAYER = "layer"
@@ -401,7 +401,7 @@ class ValueMerge(Merger):
         key: PRNGKeyArray,
         axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Return `Merged`, keys unchanged: if a sequence evicts, values may add shares to the next `window` values."""
+        """Return `Merged`, keys unchanged: if a sequence evicts, values, kept or not, may add to later ones."""
         batch, heads, padded_len, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:

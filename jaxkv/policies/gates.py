@@ -62,7 +62,7 @@ class Gate(FileArrays):
     @classmethod
     @abc.abstractmethod
     def read_layer_weights(cls, found: NamedTensors) -> Any:
-        """Return one layer's weights, a dataclass of arrays popped from its `NamedTensors`; subclasses implement it."""
+        """Pop a layer's gate weights, a dataclass of arrays, from `NamedTensors`; subclasses implement it."""
 
     @classmethod
     @abc.abstractmethod
@@ -73,7 +73,7 @@ class Gate(FileArrays):
     def score_hidden_states(
         self, weights: Any, hidden: Float[Array, "B S E"]
     ) -> Float[Array, "B K S"]:
-        """Return float32 scores `[B, K, S]` of entries from a layer's gate weights and hidden states `[B, S, E]`.
+        """Score entries, float32 `[B, K, S]`, by a layer's gate and hidden states; subclasses implement it.
 
         Args:
             weights: the layer's weights.
@@ -107,5 +107,5 @@ class Gate(FileArrays):
 
     @property
     def weights_treedef(self) -> Any:
-        """Tree structure (`PyTreeDef`) of one layer's weights."""
+        """Tree structure (`PyTreeDef`) of the gate's weights for one layer."""
         return jax.tree.structure(self.host_weights[0])

@@ -72,7 +72,7 @@ class HeadBudgets:
     """Base of head budgets, which divide a layer's budget among kv heads: `choose_entries` masks entries to keep."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set `selection_order` to OTHER for a subclass that overrides a method without declaring an order."""
+        """Set `selection_order` to OTHER in `HeadBudgets` subclasses that override methods but declare none."""
         super().__init_subclass__(**options)
         if has_overridden_methods(cls, "selection_order"):
             cls.selection_order = SelectionOrder.OTHER  # type: ignore[assignment,method-assign]
@@ -84,7 +84,7 @@ class HeadBudgets:
 
     @property
     def is_uniform(self) -> bool:
-        """True if every kv head keeps the same number of entries; False by default."""
+        """True if head budgets keep equally many entries in every kv head of a layer; False by default."""
         return False
 
     @property
@@ -321,7 +321,7 @@ class HeadBudgetsWrapper(HeadBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(HeadBudgetsWrapper):
-    """CriticalKV's choice of as many entries per head as `budgets` say: share `first` by score, rest by score * norm.
+    """CriticalKV's head budgets: counts per head from `budgets`, `first` by score, the rest by score * norm.
 
     Attributes:
         budgets: head budgets that divide the layer's entries among kv heads.
@@ -422,7 +422,7 @@ def check_threshold_field(value: Any, low: float = -_LARGEST, high: float = _LAR
 
 
 def get_score_threshold(heads: HeadBudgets) -> float | None:
-    """Return the lowest score of a kept entry under `ThresholdHeads`; None for other head budgets."""
+    """Return the field `threshold`, the lowest score to keep, of `ThresholdHeads`; None for other budgets."""
     return heads.threshold if isinstance(heads, ThresholdHeads) else None
 
 
@@ -460,7 +460,7 @@ def get_competing_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads 
 
 
 def get_device_capacity(heads: HeadBudgets) -> float:
-    """Return a device's most entries over its even share: 1 if uniform, competing heads' `capacity`, else 1000."""
+    """Return a device's most entries / even share: 1 if uniform, `capacity` if heads compete, else 1000."""
     if unwrap_head_budgets(heads).is_uniform:
         return 1.0
     own = get_competing_budgets(heads)

@@ -85,7 +85,7 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         )
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "ImportanceBudgets":
-        """Return a copy with scores of layers without a sliding window only; ValueError if all are 0 or L differs."""
+        """Return these budgets with scores of full-attention layers only; ValueError if all 0 or L differs."""
         self.require_model_sizes(layers=len(sliding_windows))
         assert not isinstance(self.scores, str)
         scores = tuple(

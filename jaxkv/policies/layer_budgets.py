@@ -49,7 +49,7 @@ class LayerBudgetInputs(NamedTuple):
 
     @property
     def array_module(self) -> Any:
-        """Array module of these numbers: `jax.numpy` if they are JAX arrays, else `numpy`."""
+        """Array module of the layer budgets' inputs: `jax.numpy` if they are JAX arrays, else `numpy`."""
         return select_array_module(self.budget, self.weights)
 
     @property

@@ -43,7 +43,7 @@ def resolve_policy_for_model(
 
 
 def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
-    """Return the policy, bytes less sliding windows' rounded down to entries per kv head and layer; ValueError if 0."""
+    """Return the policy, any byte budget (less sliding windows) as entries per head; ValueError if below 1."""
     parts = policy.composed
     budget = parts.budget
     if not isinstance(budget, ByteBudget):

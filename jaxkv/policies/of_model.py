@@ -71,7 +71,7 @@ class FileArrays(ModelSpecificValue, abc.ABC):
 
     @classmethod
     def load_from_file(cls: type[Kind], name: str, given: Any) -> Kind:
-        """Return an instance read from a safetensors file or a folder of them; an instance unchanged.
+        """Return this class's gate or filters, read from a safetensors file or folder; an instance unchanged.
 
         Args:
             name: the field, for error messages.
@@ -101,11 +101,11 @@ class FileArrays(ModelSpecificValue, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def create_from_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
-        """Create an instance from stored tensors by name, ValueError if they do not fit; subclasses implement it."""
+        """Create gate or filters from stored tensors by name; ValueError if unfit; subclasses implement it."""
 
     @classmethod
     def create_from_arrays(cls: type[Kind], arrays: Any, heading: str, **sizes: int) -> Kind:
-        """Create an instance that holds a pytree of arrays; its digest is the SHA-256 of `heading` and the arrays."""
+        """Create gate or filters from a pytree of arrays, whose SHA-256, with `heading`, is the digest."""
         sha = hashlib.sha256(heading.encode())
         for leaf in jax.tree.leaves(arrays):
             sha.update(np.ascontiguousarray(leaf, np.float32).tobytes())
@@ -113,7 +113,7 @@ class FileArrays(ModelSpecificValue, abc.ABC):
 
     @property
     def host_arrays(self) -> Any:
-        """Pytree of the arrays, on the host; ValueError if the policy of a loaded cache has only their digest."""
+        """Pytree of a gate's or filters' host arrays; ValueError if a loaded cache has only the digest."""
         held = vars(self)["held"]
         remedy = "a digest without arrays, as in a saved cache: load it with policy=..., created from their file"
         require(held is not None, self.of_field, self, remedy)

@@ -156,37 +156,37 @@ class Parts:
 
     @property
     def scorer(self) -> Scorer:
-        """`Scorer` of entries; if all entries are kept, a base `Scorer` without needs, which is not called."""
+        """Policy's `Scorer` of entries; if it keeps all, a base `Scorer` without needs, which is not called."""
         return self.select.scorer
 
     @property
     def budget(self) -> Kept | None:
-        """Typed budget of entries to keep; None to keep every entry, or where layer budgets set the number."""
+        """Policy's `EntryBudget`, `ShareBudget` or `ByteBudget`; None: all entries, or layer budgets decide."""
         return self.select.budget
 
     @property
     def keep(self) -> Keep:
-        """`Keep`: always-kept entries, such as sinks and the observation window."""
+        """`Keep` of a policy: its always-kept entries, such as sinks and the observation window."""
         return self.select.keep
 
     @property
     def layers(self) -> LayerBudgets:
-        """`LayerBudgets`, which divide the budget of entries among layers."""
+        """`LayerBudgets` of a policy, which divide its budget of entries among layers."""
         return self.select.layers
 
     @property
     def heads(self) -> HeadBudgets:
-        """`HeadBudgets`, which divide a layer's budget of entries among its kv heads."""
+        """`HeadBudgets` of a policy, which divide each layer's budget of entries among its kv heads."""
         return self.select.heads
 
     @property
     def merge(self) -> Merger | None:
-        """`Merger` of evicted entries into kept ones; None discards them."""
+        """`Merger` of a policy, which merges evicted entries into kept ones; None discards evicted entries."""
         return self.select.merge
 
     @property
     def nested(self) -> bool:
-        """True if a layer chooses only among the positions that the layer below kept."""
+        """True if, under the policy, a layer chooses only among positions that the layer below kept."""
         return self.select.nested
 
     @property
@@ -243,7 +243,7 @@ class Parts:
 
     @property
     def uses_layer_weights(self) -> bool:
-        """True if layer budgets depend on weights from each layer's scores or attention, not on lengths alone."""
+        """True if layer budgets use weights of layers, from scores or attention; False for a joint budget."""
         return self.layers.depends_on_scores and not self.layers.uses_joint_budget
 
     @property
@@ -361,7 +361,7 @@ class Parts:
         *,
         strict: bool = True,
     ) -> Int[np.ndarray, " B"]:
-        """Return mean entries per kv head `[B]`, raised to always-kept ones; `strict`: ValueError unless `clamp`.
+        """Return prompts' mean entries per kv head `[B]`, raised to always-kept ones (`strict`: ValueError).
 
         `strict` rejects budgets below the always-kept entries, except shares under `clamp`; the error names the prompt.
         """

@@ -74,7 +74,7 @@ class Select:
         self._check_entry_count()
 
     def _check_entry_count(self) -> None:
-        """Raise ValueError for fields that exclude one another, and for a budget below sinks + window."""
+        """Raise ValueError for selection fields that exclude one another, or a budget below sinks + window."""
         budget, layers, heads = self.budget, self.layers, self.heads
         remedy = "give entries per head or a ratio; FullKV keeps every entry"
         if layers.sets_entry_count:
@@ -164,7 +164,7 @@ class Recompress:
         check_eviction_rank("rank", self.rank)
 
     def require_fits_selection(self, select: Select) -> None:
-        """Raise ValueError if a selection's scorer needs inputs that the cache does not hold."""
+        """Raise ValueError if, to recompress, the selection's scorer needs inputs that no cache holds."""
         scorer, anew = select.scorer, isinstance(self.rank, ByNewScores)
         needs = scorer.needs
         once = anew and bool(needs.replay or needs.gate or scorer.has_first_stage)

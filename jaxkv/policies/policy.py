@@ -102,7 +102,7 @@ class Policy:
         """Validate and normalise fields at construction, before the parts are built; a hook, empty here."""
 
     def create_part(self, kind: type[Part], **others: Any) -> Part:
-        """Create a `kind` from `others` and this policy's fields of the same names; store validated values in both.
+        """Create a part of class `kind` from `others` and like-named policy fields; both get checked values.
 
         Args:
             kind: the part's class, a dataclass.
@@ -212,7 +212,7 @@ class BudgetMethod(Policy):
         return self.compose(**(usual | parts))
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts` that keep entries by the scores of `scored_by`, equally many in each kv head and layer."""
+        """Return `Parts` that keep entries by `scored_by`, by default equally many per kv head and layer."""
         return self.compose_with_scorer()
 
 

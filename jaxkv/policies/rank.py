@@ -24,7 +24,7 @@ class Rank:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set `runs_in_kernels` to False for subclasses that override a method without declaring `runs_in_kernels`."""
+        """Set `runs_in_kernels` to False for a rank class that overrides a method without declaring it."""
         super().__init_subclass__(**options)
         if has_overridden_methods(cls, "runs_in_kernels"):
             cls.runs_in_kernels = False  # type: ignore[assignment,method-assign]

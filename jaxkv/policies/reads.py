@@ -378,7 +378,7 @@ class FilteredReads(AttentionReads):
             mine._compute_chosen_share(layers)
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "FilteredReads":
-        """Return a copy with filter layers counted among full-attention layers; itself without sliding windows."""
+        """Return reads, filter layers counted among full-attention ones; unchanged without sliding windows."""
         if not any(sliding_windows):
             return self
         index = list_full_attention_layers(sliding_windows)
@@ -396,7 +396,7 @@ class FilteredReads(AttentionReads):
         return self.filter_layers or ()
 
     def list_unfiltered_layers(self, layers: int) -> tuple[int, ...]:
-        """Return the indices, ascending, of the layers that attend to every entry.
+        """Return ascending indices, among full-attention layers, of those that attend to every entry.
 
         Args:
             layers: number of layers that attend to the whole prompt; indices count these.

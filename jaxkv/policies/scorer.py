@@ -267,7 +267,7 @@ class ScorerInputs:
         )
 
     def mask_entries_between(self, first: int = 0, last: int = 0) -> Bool[Array, "B 1 S"]:
-        """Return the mask `[B, 1, S]` of entries except the `first` first and `last` last ones, and padding."""
+        """Return the mask `[B, 1, S]`: False for padding, `first` first and `last` last entries, else True."""
         index = self.entry_positions
         inside = index < (self.length - last)[:, None, None]
         return inside & (index >= first) if first else inside

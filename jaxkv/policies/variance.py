@@ -85,7 +85,7 @@ class VarianceLayers(LayerBudgets):
         object.__setattr__(self, "dense_layers", tuple(layers))
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "VarianceLayers":
-        """Return a copy whose `dense_layers` count full-attention layers only; ValueError for sliding-window ones."""
+        """Return D2O's budgets, `dense_layers` counted in full-attention layers; ValueError for any other."""
         named = np.flatnonzero(mask_dense_layers(self.dense_layers, len(sliding_windows))).tolist()
         index, found = (
             list_full_attention_layers(sliding_windows),

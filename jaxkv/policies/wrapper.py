@@ -111,7 +111,7 @@ class PolicyWrapper(_DerivedPolicy):
         return given
 
     def replace_head_budgets(self, base: Parts, heads: HeadBudgets) -> Parts:
-        """Return the base's `Parts`, its innermost head budgets replaced by `heads`; ValueError unless uniform ones."""
+        """Return the base's `Parts` with innermost head budgets `heads`; ValueError unless uniform before."""
         free = isinstance(unwrap_head_budgets(base.heads), UniformHeads)
         remedy = "its heads have budgets of their own: give SnapKV(), for example"
         require(free, "base", self.base_policy, remedy)

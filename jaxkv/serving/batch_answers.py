@@ -29,7 +29,7 @@ class BatchFileRunner:
     """
 
     def __init__(self, engine: Engine, *, name: str):
-        """Wrap an engine whose model is called `name` in bodies; bodies may omit the name."""
+        """Create a batch runner around an engine; bodies name its model `name`, or omit the name."""
         self.engine, self._name = engine, name
         self.most = min(2 * engine.stats.slots, _MOST)
 

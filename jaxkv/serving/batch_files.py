@@ -82,7 +82,7 @@ class ResumableBatchOutput:
             self._file = None
 
     def _mark_repeated_ids(self) -> Iterator[ParsedBatchLine]:
-        """Yield all lines; one whose custom_id an earlier line has gets an error text and an answer id of its own."""
+        """Yield all lines; one that repeats an earlier custom_id gets an error text and its own answer id."""
         for line in read_batch_lines(self._requests, self._about):
             first = line.number
             if line.fault is None and line.custom_id is not None:
@@ -98,7 +98,7 @@ class ResumableBatchOutput:
                 )
 
     def _collect_file_answers(self, path: Path, wanted: set[str]) -> int:
-        """Store status-200 answers to `wanted` ids; return the bytes of valid lines (int); ValueError if foreign."""
+        """Store a file's status-200 answers to `wanted`; return bytes in valid lines; foreign: ValueError."""
         end = total = ours = 0
         with open(path, "rb") as lines:
             for data in lines:

@@ -17,7 +17,7 @@ COMPUTING = weakref.WeakSet[Scheduler]()
 def compile_remaining_lengths(
     slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]
 ) -> None:
-    """Compile programs of lengths that requests wait for; of other prompt lengths only while no engine computes.
+    """Thread body: compile programs of lengths requested, or, while no engine computes, other prompt lengths.
 
     Ends when no length is left, or between two programs once `ended` returns True.
     """

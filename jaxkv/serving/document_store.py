@@ -39,7 +39,7 @@ class UnreadableDocument(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """A compressed document of an engine, for `submit(question, document=...)`: id, tokens, entries, bytes.
+    """Handle of a document that an engine has compressed, for `submit`: id, tokens, entries, bytes; no cache.
 
     Attributes:
         id: id of the document in its engine.
@@ -84,7 +84,7 @@ class DocumentCacheStore:
         most_bytes: int,
         folder: Path | None,
     ):
-        """Register the documents in `folder` without reading their caches; for None, create a temporary folder.
+        """Create a store of the documents in `folder`, caches unread; for None, in a new temporary folder.
 
         `shape` is the shape of the slots, which a document enters for each question.
         """
@@ -183,14 +183,14 @@ class DocumentCacheStore:
         self._delete_document_files(name)
 
     def close_document_store(self) -> None:
-        """Drop all caches on the device; delete the folder if it is a temporary one."""
+        """Close the store: drop all documents' caches on the device; delete the folder if temporary."""
         with self._lock:
             self._held.clear()
         if not self._kept:
             self._remove()
 
     def _keep_on_device(self, name: str, cache: KVCache) -> None:
-        """Put a cache on the device as most recently used; above `most_bytes`, move least recent others to disk."""
+        """Keep a cache on the device as last used; above `most_bytes`, move the least recent ones to disk."""
         with self._lock:
             if name in self._known:
                 self._held[name] = cache

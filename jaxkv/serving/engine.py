@@ -403,7 +403,7 @@ class Engine:
         )
 
     def close(self, *, drain: bool = True) -> None:
-        """Reject new requests, answer others (without `drain`: cancel), stop; drop documents that no user's folder has.
+        """Close the engine: reject new requests, answer others (`drain=False`: cancel); drop unsaved documents.
 
         Args:
             drain: True to answer all requests first, False to cancel them.

@@ -34,7 +34,7 @@ def resolve_random_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
 
 
 def supports_request_budget(policy: Policy) -> bool:
-    """True if requests may have smaller budgets of their own: the policy has a budget and never recompresses."""
+    """Return True if requests may have smaller budgets: the policy has one and never recompresses."""
     return (
         policy.build_policy_parts().budget is not None
         and policy.build_policy_parts().recompression_interval is None

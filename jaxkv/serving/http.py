@@ -102,7 +102,7 @@ async def describe_model(id: str, service: Served) -> dict[str, Any]:
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health", summary="Whether requests are accepted")
 async def report_health(service: Served) -> dict[str, Any]:
-    """Return status 200, or 503 while the server drains or after an engine has failed."""
+    """Answer GET /health: status 200, or 503 while the server drains or after an engine has failed."""
     if service.draining:
         raise make_draining_error()
     failed = [name for name, engine in service.models.items() if engine.error is not None]

@@ -40,13 +40,13 @@ class KeptTokens:
         return mask.sum(axis=(0, 1), dtype=np.int64)
 
     def to_json_values(self) -> dict[str, Any]:
-        """Return token ids and compressed mask as JSON values, from which `from_json_values` restores the object."""
+        """Return `KeptTokens` as a dict of JSON values, ids and compressed mask, for `from_json_values`."""
         packed = base64.b64encode(zlib.compress(self.bits.tobytes())).decode("ascii")
         return {"ids": self.ids.tolist(), "shape": list(self.bits.shape), "bits": packed}
 
     @classmethod
     def from_json_values(cls, described: Mapping[str, Any]) -> "KeptTokens":
-        """Restore an object from `to_json_values`; ValueError, TypeError or KeyError for invalid values."""
+        """Restore `KeptTokens` from `to_json_values`; ValueError, TypeError or KeyError if invalid."""
         try:
             data = zlib.decompress(base64.b64decode(described["bits"], validate=True))
         except zlib.error as error:

@@ -25,7 +25,7 @@ class RequestLimits:
     answers: int = 64
 
     def __post_init__(self) -> None:
-        """Validate the numbers, and that the API key has only visible ASCII characters."""
+        """Validate the request limits, and that the API key, if any, has only visible ASCII characters."""
         _checks.validate_field(
             self, "body_bytes", _checks.validate_int, "allow bodies of at least 1 byte"
         )

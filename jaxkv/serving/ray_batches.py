@@ -22,7 +22,7 @@ class RayBatchWorker:
     """Ray actor that answers lines of a batch file with one engine, in a process of the cluster."""
 
     def __init__(self, recipe: EngineConfig, name: str):
-        """Load the model and create the engine."""
+        """Load the model, create this worker's engine, and a `BatchFileRunner` around it."""
         self._batch = BatchFileRunner(recipe.create_engine(), name=name)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:

@@ -181,7 +181,7 @@ class Request:
 
     @property
     def has_readers(self) -> bool:
-        """True while a thread or event loop iterates over the text."""
+        """True while a thread or event loop iterates over the answer's text."""
         return self._readers > 0
 
     def append_text(self, piece: str) -> None:

@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request waits, is prefilled or runs, so nothing is to be done."""
+        """True if no request or document waits, is in prefill, ready or running: a step has nothing to do."""
         return not (self.waiting or self._reading or self._ready or self._running)
 
     @property

@@ -22,14 +22,14 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1,
 
 
 class Body(BaseModel):
-    """Base of request schemas: a JSON object with strictly typed fields; null is the same as an omitted field."""
+    """Base of request schemas: strict types; null is ignored; unknown fields are errors unless neutral."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _remove_neutral_fields(cls, body: Any) -> Any:
-        """Remove null fields, and unsupported fields whose values have no effect, before validation."""
+        """Return a body's dict for validation, without null fields and unsupported ones of no effect."""
         if not isinstance(body, dict):
             return body
         return {
@@ -82,7 +82,7 @@ class StreamOptions(Body):
 
 
 class CompletionBody(Body):
-    """Fields that the bodies of /v1/completions and /v1/chat/completions share."""
+    """Base of the bodies of POST /v1/completions and /v1/chat/completions: their shared fields."""
 
     model: str | None = None
     document: str | None = None
@@ -106,7 +106,7 @@ class CompletionBody(Body):
 
     @property
     def sampling_settings(self) -> Sampling:
-        """The body's temperature, top-k, top-p and min-p as a `Sampling`."""
+        """A request body's temperature, top-k, top-p and min-p as a `Sampling`, without seed."""
         return Sampling(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
@@ -124,13 +124,13 @@ class TextBody(CompletionBody):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """List of the body's prompts, also for a single one: texts or lists of token ids."""
+        """Prompts of a /v1/completions body as a list, also for one: texts or lists of token ids."""
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if several else [self.prompt]
 
     @property
     def max_answer_tokens(self) -> int:
-        """Maximum number of tokens of an answer; 16, OpenAI's default, if the body has none."""
+        """Requested maximum tokens of an answer of /v1/completions; 16, OpenAI's default, if None."""
         return self.max_tokens or 16
 
 
@@ -142,12 +142,12 @@ class ChatBody(CompletionBody):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """List with the body's one chat as the prompt: its messages as dicts of role and content."""
+        """List of a chat body's one prompt: its messages, as dicts of role and content."""
         return [[each.role_and_content for each in self.messages]]
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """Maximum number of tokens of an answer; None for the engine's limit."""
+        """Requested maximum tokens of an answer to a chat; None for the engine's limit."""
         return self.max_completion_tokens or self.max_tokens
 
 

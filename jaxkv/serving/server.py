@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
             self.error, self.should_exit = error, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start to drain at the first signal; stop immediately at the second, or during the start."""
+        """Signal handler: drain the server; at a second signal, or during the start, stop immediately."""
         if self.app is None or self.app.service.draining:
             self.cut = self.should_exit = self.force_exit = True
             # uvicorn would log a traceback for each aborted answer.

@@ -92,7 +92,7 @@ class _EngineStateCollector(Collector):
 
 
 def _get_engine_numbers(engine: Engine) -> dict[str, int | float]:
-    """Return a dict of an engine's `EngineStats`, number of documents, and sum of their entries per kv head."""
+    """Return a dict: `EngineStats`, document count, and the sum of documents' entries per kv head and layer."""
     documents = engine.documents.get_documents()
     rows = sum(each.rows for each in documents)
     return vars(engine.stats) | {"documents": len(documents), "documents_rows": rows}

@@ -29,7 +29,7 @@ def get_max_prefills_ahead(slots: int) -> int:
 def resolve_token_limits(
     config: ModelConfig, *, prompt: Any, new: Any, question: Any
 ) -> dict[str, int]:
-    """Return the maximum tokens of a prompt, an answer and a question as arguments of `Slots`; ValueError if invalid.
+    """Return maximum tokens of prompt, answer and question as a dict for `Slots`; ValueError if invalid.
 
     The default of a prompt is the model's positions less the other limits, at most 4096.
     """
@@ -59,7 +59,7 @@ def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> flo
 def count_fitting_slots(
     session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
 ) -> int:
-    """Return how many slots, with a prefill and prompts ahead, fit 0.9 `share` of free memory: up to 64 (CPU) or 1024.
+    """Return how many slots, with a prefill and prompts ahead, fit in 0.9 * `share` of free memory.
 
     The number is at most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, with the
     bytes, if not even one slot per group fits.

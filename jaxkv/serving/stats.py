@@ -29,7 +29,7 @@ class RequestStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """State of an engine at one moment: numbers of requests, slots and tokens, bytes, and the longest pause.
+    """Snapshot of an engine: requests, slots, bytes now; answers, rejections, tokens so far; longest pause.
 
     Attributes:
         waiting: requests that wait for prefill.

@@ -31,7 +31,7 @@ def submit_body_requests(
     seed: int | None = None,
     offline: bool = False,
 ) -> list[Request]:
-    """Submit one request per prompt and answer of a body, and return them; cancel all and raise if one is rejected.
+    """Submit `n` requests per prompt of a body; return them all; cancel all and raise if one is rejected.
 
     `limits` bound the number of answers and their time. An answer has at most as many tokens as a slot of the engine
     allows. The seed is the body's, else `seed`, else a random one. A single answer samples with the key of the seed,

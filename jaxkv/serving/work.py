@@ -62,7 +62,7 @@ class PrefillWork:
         return self.future.cancelled() or late
 
     def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
-        """Generator: prefill a prompt, or append a question to a document; yield layer counts; return the `KVCache`."""
+        """Generator: prefill a prompt or add a question to a document; yield layers run; return `KVCache`."""
         if self.document is None:
             return (
                 yield from slots.iterate_prefill(self.encoded, key=self.key, policy=self.policy)
@@ -112,7 +112,7 @@ class RequestWork(PrefillWork):
     last: float = 0.0
 
     def __post_init__(self) -> None:
-        """Use the future of the request's handle, and start an empty answer."""
+        """Set the future of a request's work to that of its handle, and start an empty answer."""
         self.future = self.request.future
         self.answers = AnswerCollector(self.text, 1, self.stops)
 
@@ -126,7 +126,7 @@ class RequestWork(PrefillWork):
 
     @property
     def has_stop_string(self) -> bool:
-        """True if the text contains a stop string, which ends the answer."""
+        """True if the request's answer so far contains a stop string, which ends it."""
         return bool(self.answers.stopped_sequences[0])
 
     def is_complete_after(self, token: int) -> bool:

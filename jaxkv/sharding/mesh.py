@@ -140,7 +140,7 @@ def copy_to_host(value: Any) -> np.ndarray:
 def place_host_array(
     value: Any, logical_axes: str, axes: ShardingMesh | None, dtype: Any = None
 ) -> Array:
-    """Return an array on mesh `axes` (None: default device) by logical axes, in `dtype` if given; only cast tracers."""
+    """Put an array on a mesh or default device by logical axes, in `dtype` if given; tracers are only cast."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)

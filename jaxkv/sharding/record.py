@@ -90,7 +90,7 @@ class ProgramRecorder:
     def _trace_program(
         self, program: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> RecordedCall:
-        """Trace a program for abstract arguments, with the programs called inside; return the `RecordedCall`."""
+        """Trace a program, with those called inside, for abstract arguments; return its `RecordedCall`."""
         token = _RECORDER.set(None)
         try:
             placed = program.shard_abstract_arguments(args, options, self._sharding)
@@ -133,7 +133,7 @@ def record_program_calls(
 
 
 def count_device_bytes(tree: Any) -> int:
-    """Return the total bytes of a tree's arrays on one device: shard shapes for abstract arrays, else complete ones."""
+    """Return bytes of a tree's arrays: abstract ones with a sharding by one device's shard, others whole."""
     return sum(_count_array_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -150,7 +150,7 @@ def _count_array_bytes(leaf: Any) -> int:
 
 
 def _make_abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the `ShapeDtypeStruct` of an array or tracer; abstract arrays are returned unchanged."""
+    """Return an array's or tracer's `ShapeDtypeStruct`, without sharding; abstract arrays unchanged."""
     return (
         leaf
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -159,7 +159,7 @@ def _make_abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _list_other_live_bytes(outer: Jaxpr) -> list[int]:
-    """Return a list of bytes per recorded call in a traced function: live arrays on a device that are not arguments."""
+    """Return, per recorded call of a traced function, bytes on a device of live arrays not passed to it."""
     steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}

@@ -137,7 +137,7 @@ class ShardedProgram:
     def _bind_arguments(
         self, axes: ShardingMesh | None, args: Any, options: Any
     ) -> tuple[dict[str, Any], ...]:
-        """Return three dicts: donated arrays, others (both on `axes`); `axes`, input specs and static arguments."""
+        """Return three dicts: donated arrays and other arrays, both placed on `axes`; mesh, specs, statics."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints, statics = resolve_annotations(self._fn), []

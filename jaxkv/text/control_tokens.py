@@ -42,7 +42,7 @@ class SpecialTokenShield:
         return self._replace_special_tokens(_NONCHARACTERS.sub(_REPLACEMENT, value), _SPELLED)
 
     def encode_shielded_text(self, rendered: str) -> list[int]:
-        """Return token ids of a text rendered from shielded messages; special tokens they spell become plain text."""
+        """Return token ids of text rendered from shielded messages, whose special tokens become plain text."""
         if _MARK not in rendered:
             return self._tokenizer.encode(rendered, add_special_tokens=False).ids
         written = self._replace_special_tokens(rendered, _WRITTEN)

@@ -48,7 +48,7 @@ class EncodedPrompts:
         return np.asarray([len(ids) for ids in self.ids], np.int32)
 
     def repeat_last_prompt(self, count: int) -> "EncodedPrompts":
-        """Return this batch with `count` more copies of its last prompt at the end."""
+        """Return a copy of the batch of prompts, its last prompt repeated `count` more times."""
         return dataclasses.replace(
             self,
             ids=self.ids + self.ids[-1:] * count,
@@ -57,7 +57,7 @@ class EncodedPrompts:
         )
 
     def pad_ids(self, slots: int) -> Int[np.ndarray, "B S"]:
-        """Return the token ids as one int32 array `[B, slots]`, padded on the right with zeros."""
+        """Return the prompts' token ids as int32 `[B, slots]`, padded on the right with zeros."""
         out = np.zeros((len(self.ids), slots), np.int32)
         for row, ids in enumerate(self.ids):
             out[row, : len(ids)] = ids

@@ -351,7 +351,7 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push_ids(self, ids: Iterable[int]) -> str:
-        """Add token ids; return the decoded text not yet returned, "" while its last character lacks bytes."""
+        """Add token ids to the stream; return its new text, "" while the last character lacks bytes."""
         self._pending += [int(each) for each in ids]
         return self._take_complete_text(whole=False)
 

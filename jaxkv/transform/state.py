@@ -178,7 +178,7 @@ class CompressedKV:
         count: ArrayLike | None = None,
         layer: int = 0,
     ) -> tuple["CompressedKV", Array]:
-        """Append new tokens to a layer, attend, then evict or recompress by the policy; return the state and output.
+        """Append new tokens to a layer, attend, then evict or recompress by policy; return new state, output.
 
         Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map` (with `check_vma=False` for several
         tokens, windows, pages and `every=n`). Reverse-mode gradients are supported for one token that reads all entries
@@ -221,7 +221,7 @@ class CompressedKV:
     def append(
         self, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0
     ) -> "CompressedKV":
-        """Append new keys and values to a layer; return the state. ValueError if the policy does more than append.
+        """Append tokens to a layer; return the new state. ValueError if the policy does more than append.
 
         Args:
             k: `[B, K, N, D]` keys after RoPE at their own positions, from `seen` on.

@@ -80,7 +80,7 @@ def append_and_attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, Rows, Rows]:
-    """Append a new entry to each segment and attend to all its entries, new one included; return output, lse, k, v.
+    """On a TPU, append an entry to each segment and attend, new one included; return output, lse, k, v pools.
 
     Entries are written in place if the pool is donated. A sliding window is a later `start` with a smaller `length`.
 
@@ -206,7 +206,7 @@ def _call_decode_kernel(q, new, k, v, tables, softcap, interpret):
 # and multiplied); to append tiles of new entries [2 sequences, keys and values, K, TILE, D], and a semaphore for the
 # reads and one for the writes of both sequences.
 def _decode_kernel(*refs, appends, coded, chunk, softcap):
-    """Attend to a segment and its new entry in the kernel; prefetch later blocks, write new entries to the pools."""
+    """TPU kernel: attend to a segment and any new entry; prefetch later blocks, write new entries to pools."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
     q_ref, *refs = refs

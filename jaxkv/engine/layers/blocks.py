@@ -118,7 +118,7 @@ def _project_tokens(
     layer: BlockInputs,
     step: StepState,
 ) -> TokenProjections:
-    """Return `TokenProjections` of new tokens in pool dtype, scored by any gate, Hadamard-transformed if centred."""
+    """Return new tokens' `TokenProjections` in pool dtype, with gate scores and Hadamard transform if used."""
     own, by = normed[: len(step.new.count)], layer.by.new
     if step.work is None:
         token = project_new_tokens(block, spec, own, by)

@@ -64,7 +64,7 @@ class FullAttentionCacheLayer:
         )
 
     def append_tokens_and_attend(self, token: TokenProjections, step: StepState) -> AttentionResult:
-        """Append new tokens' entries and attend; return attention output and pool.
+        """Append new tokens' entries to a layer's pool and attend to its entries; return output and pool.
 
         Args:
             token: queries, keys and values, in the pool's dtype.
@@ -105,7 +105,7 @@ class FullAttentionCacheLayer:
     def attend_several_tokens(
         self, token: TokenProjections, new: NewEntries, step: StepState
     ) -> AttentionResult:
-        """Attend to older entries and causally to one another, append the entries; return merged output and pool."""
+        """Attend from new tokens to older entries and causally to new ones; append; return output, pool."""
         older = self.attend_older_entries(token.q, step)
         causal = partial(attention.compute_causal_attention, softcap=self.shaping.softcap)
         own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))

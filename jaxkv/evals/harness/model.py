@@ -55,7 +55,7 @@ class JaxKVLM(TemplateLM):
         device: str | None = None,
         **options: Any,
     ):
-        """Wrap a model, or load one by name, for the harness; reject a model without a tokenizer.
+        """Wrap a model, or load one by name, for lm-evaluation-harness; ValueError without a tokenizer.
 
         Args:
             model: a model, or a name or path for `jaxkv.load`.
@@ -139,7 +139,7 @@ class JaxKVLM(TemplateLM):
     def _generate_texts(
         self, contexts: list[str], arguments: Mapping[str, Any], number: int
     ) -> Any:
-        """List a text per context of a batch; random sampling's seed also depends on `number`, its first request's."""
+        """List a text per context; `number`, the batch's first request, varies the seed of random samplers."""
         stop, new, sampling = _parse_generation_arguments(arguments, self.max_gen_toks)
         room = self.max_length - new
         # A prompt that is too long loses its beginning, as in the harness's own models.

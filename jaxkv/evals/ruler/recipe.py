@@ -59,7 +59,7 @@ class PromptRecipe(abc.ABC):
 
     @abc.abstractmethod
     def make_prompt(self, size: int, rng: np.random.Generator, index: int = 0) -> RulerPrompt:
-        """Make a `RulerPrompt` whose haystack has `size` units: words, lines or documents.
+        """Abstract: make a `RulerPrompt` whose haystack has `size` units: words, lines or documents.
 
         `index` is the number of the sample, for recipes that read samples from a file.
         """

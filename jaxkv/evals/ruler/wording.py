@@ -66,7 +66,7 @@ class RulerWording:
     words_to_count: ClassVar[int | float] = math.inf
 
     def __init__(self, text: str | None = None):
-        """Set the text of essays, repeated if short; None for the packaged novel."""
+        """Create the wording with the text of essays, repeated if short; None for the packaged novel."""
         self._text = text
 
     @functools.cached_property
@@ -123,7 +123,7 @@ class RulerWording:
         return [self.noise[each % len(self.noise)] for each in range(size)]
 
     def sample_variable_value(self, rng: Generator) -> str:
-        """Sample a five-digit number, as text, which is assigned to a variable."""
+        """Sample a five-digit number, as text, for a prompt to assign to a variable."""
         return str(int(rng.integers(10000, 99999)))
 
     def make_essay_sentences(self, rng: Generator, size: int) -> list[str]:
@@ -169,11 +169,11 @@ class SmallWording(RulerWording):
         return [each.upper() for each in self.words(rng, count)]
 
     def sample_variable_value(self, rng: Generator) -> str:
-        """Sample a four-digit number, as text, which is assigned to a variable."""
+        """Sample a four-digit number, as text, for a prompt to assign to a variable."""
         return self.numbers(rng, 1)[0]
 
     def make_essay_sentences(self, rng: Generator, size: int) -> list[str]:
-        """Make a list of `size` sentences with random nouns."""
+        """Make a list of `size` sentences (not words): templates filled with random nouns."""
         forms = rng.integers(0, len(SENTENCES), size).tolist()
         nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
         return [

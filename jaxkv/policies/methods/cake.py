@@ -77,7 +77,7 @@ class PreferenceLayerBudgets(WeightedLayers):
     def compute_head_statistic(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K G 2"]:
-        """Return `[B, K, G, 2]`: window attention's entropy summed over queries, its variance over earlier entries."""
+        """Return `[B, K, G, 2]`: sums of entropy and variance of the window's attention to earlier entries."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G 2"]:
             before = jnp.arange(p.shape[-1], dtype=jnp.int32) <= position[-1] - len(position)

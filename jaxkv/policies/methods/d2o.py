@@ -65,7 +65,7 @@ class D2O(HeavyHitterPolicy):
         super()._check_fields()
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: scores by cumulative attention, layer budgets and merger; the authors' ones if `official`."""
+        """Return D2O's `Parts`: cumulative attention, layer budgets and merger; as published if `official`."""
         of = _OFFICIAL if self.official else vars(self)
         layers, merge = of["layers"], of["merge"]
         return self.compose_eviction_parts(recent=of["recent"], layers=layers, merge=merge)

@@ -40,7 +40,7 @@ class DefensiveKV(BudgetMethod):
     scored_by = WorstAttention
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: scores by largest attention times value norm; a layer's kv heads compete for entries."""
+        """Return DefensiveKV's `Parts`: largest attention times value norm; kv heads of a layer compete."""
         heads = self.create_part(AdaptiveHeads, alpha=0.0)
         return self.compose_with_scorer(heads=heads)
 

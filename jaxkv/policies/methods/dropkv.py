@@ -35,7 +35,7 @@ class OutputChangeScorer(WindowScorer):
 def _compute_output_changes(
     p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]
 ) -> Float[Array, " S"]:
-    """Return a kv head's squared output change `[S]` if one entry is evicted: sum over queries, mean over its heads."""
+    """Return a kv head's squared output change `[S]` per evicted entry: query sum, mean over query heads."""
     index = jnp.arange(p.shape[-1], dtype=jnp.int32)
     inside = index <= position[-1]
     v = jnp.where(inside[:, None], v.astype(jnp.float32), 0.0)

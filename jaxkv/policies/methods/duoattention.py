@@ -61,17 +61,17 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
 
     @property
     def layers(self) -> int:
-        """Number of layers in `pattern`; ValueError if it is empty."""
+        """Number of layers in DuoAttention's `pattern`, a number per layer and head; ValueError if empty."""
         require(bool(self.pattern), "pattern", None, f"give the model's: {self.wanted}")
         return len(self.pattern)
 
     @property
     def heads(self) -> int:
-        """Number of kv heads per layer in `pattern`, the same in all layers."""
+        """Number of kv heads per layer in DuoAttention's `pattern`, the same in all layers."""
         return len(self.pattern[0])
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "RetrievalHeadBudgets":
-        """Return a copy with `pattern` of layers without sliding windows; `sparsity` is then a share of their heads."""
+        """Return DuoAttention's budgets for full-attention layers; `sparsity` is a share of their heads."""
         self.require_model_sizes(layers=len(sliding_windows))
         pattern = tuple(
             self.pattern[layer] for layer in list_full_attention_layers(sliding_windows)
@@ -168,7 +168,7 @@ class DuoAttention(Policy):
         )
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: retrieval heads keep all entries; others keep sinks and recent entries and evict by age."""
+        """Return DuoAttention's `Parts`: retrieval heads keep all; others sinks and newest, evicting by age."""
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
         reach, pattern = self.sinks + self.window, self.pattern or ()

@@ -76,6 +76,6 @@ class FastKVzip(BudgetMethod):
         validate_field(self, "recent", validate_float, "give a share between 0 and 1", high=1.0)
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: gate scores, one budget for all layers' kv heads; entries below any `threshold` evicted."""
+        """Return Fast KVzip's `Parts`: gate scores, at least any `threshold`; all layers' kv heads compete."""
         heads = add_score_threshold(self.create_part(AdaptiveHeads, alpha=0.0), self.threshold)
         return self.compose_with_scorer(heads=heads, layers=GlobalLayers())

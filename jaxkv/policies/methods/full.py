@@ -15,5 +15,5 @@ class FullKV(Policy):
     paper = "Attention Is All You Need, arXiv:1706.03762"
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts` without a scorer, so that every entry is kept."""
+        """Return FullKV's `Parts`, without a scorer, so that every entry is kept."""
         return self.compose(scorer=None)

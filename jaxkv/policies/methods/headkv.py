@@ -32,7 +32,7 @@ class HeadKV(ObservationWindowPolicy):
     paper = "HeadKV, arXiv:2410.19258"
 
     def build_policy_parts(self) -> Parts:
-        """Return SnapKV's `Parts`; heads' measured `scores`, if given, set all budgets: ValueError with `layers`."""
+        """Return SnapKV's `Parts`; heads' `scores`, if given, set all budgets (ValueError with `layers`)."""
         if self.scores is None:
             # All heads are alike: `beta` is checked, but has no effect.
             self.create_part(ImportanceBudgets, scores=((1.0,),))

@@ -123,5 +123,5 @@ class TOVA(_AttentionEvictionPolicy):
         super()._check_fields()
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: scores by the last token's attention; heads keep the same entries unless `per_head`."""
+        """Return TOVA's `Parts`: the last token's attention; heads share positions unless `per_head`."""
         return self.compose_eviction_parts(heads=UniformHeads() if self.per_head else SharedHeads())

@@ -14,7 +14,7 @@ from jaxkv.policies.unseen import GateScores
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzap(BudgetMethod):
-    """Keep entries by a gate trained to predict KVzip+'s scores from hidden states, from `threshold` up if given.
+    """Keep entries by a gate trained to predict KVzip+'s scores; with a `threshold`, only those that reach it.
 
     Scores estimate the need for an entry when the model repeats the prompt: the question need not be known. The
     published policy keeps all entries whose score reaches a `threshold`, the same for all layers and heads. Memory is
@@ -49,6 +49,6 @@ class KVzap(BudgetMethod):
         check_threshold_field(self)
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: gate scores, sinks and window always kept; entries below `threshold`, if any, evicted."""
+        """Return KVzap's `Parts`: gate scores, from any `threshold` up; sinks and window always kept."""
         heads = add_score_threshold(UniformHeads(), self.threshold)
         return self.compose_with_scorer(heads=heads)

@@ -82,7 +82,7 @@ class KVzip(BudgetMethod):
         )
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: scores by the second pass; entries compete within the model, a layer or kv head (`over`)."""
+        """Return KVzip's `Parts`: second-pass scores; entries compete by model, layer or kv head (`over`)."""
         heads: HeadBudgets = self.create_part(AdaptiveHeads, alpha=0.0)
         heads = UniformHeads() if self.over == "head" else heads
         layers = GlobalLayers() if self.over == "model" else UniformLayers()

@@ -70,7 +70,7 @@ class LagRelativeScorer(Scorer):
     def _compute_partition_softmax(
         self, rows: Float[Array, "B K S D"], scored: int
     ) -> Float[Array, "B K P lag"]:
-        """Return softmaxes `[B, K, P, lag]` in partitions of keys' or values' std over channels, scaled by the next."""
+        """Return each partition's softmax `[B, K, P, lag]`: key or value channel std, scaled by the next."""
         first, lag = self.sinks, self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])

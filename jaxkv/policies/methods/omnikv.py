@@ -67,7 +67,7 @@ class OmniKV(SparseReadPolicy):
         require(once, "include_generated", generated, remedy)
 
     def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
-        """Return the policy with filter layers `found` if it has none, its base adapted too; ValueError without any."""
+        """Return OmniKV with filter layers `found` if it has none, base adapted too; ValueError without any."""
         if self.filter_layers is not None:
             return super().fill_model_fields(layers, found)
         remedy = "none are known for this model: run `jaxkv filters`, or give filter_layers=(2, 8, 18), for example"
@@ -96,5 +96,5 @@ class BrutalOffload(Policy):
     paper = "OmniKV, ICLR 2025, section 5.2"
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts` that keep every entry and load upper layers' entries from host memory for each token."""
+        """Return BrutalOffload's `Parts`: keep every entry, load upper layers' from the host for each token."""
         return self.compose(scorer=None, read=self.create_part(OffloadedReads))

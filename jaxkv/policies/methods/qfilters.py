@@ -32,7 +32,7 @@ class QFilterVectors(FileArrays):
 
     @classmethod
     def create_from_tensors(cls, stored: Mapping[str, StoredTensor]) -> "QFilterVectors":
-        """Create `QFilterVectors` from `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
+        """Create `QFilterVectors` from stored tensors; ValueError if `q_filters` is missing or malformed."""
         array = NamedTensors("", dict(stored)).pop_tensor("q_filters", None, None, None)
         layers, heads, dim = array.shape
         return cls.create_from_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)

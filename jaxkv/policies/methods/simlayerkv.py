@@ -47,7 +47,7 @@ class LazyLayerBudgets(LayerBudgets):
     def compute_head_statistic(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K G"]:
-        """Return `[B, K, G]`: mean over last queries of the attention outside the first and most recent entries."""
+        """Return last queries' mean attention per head `[B, K, G]` outside first and most recent entries."""
 
         def reduce(
             p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]
@@ -124,7 +124,7 @@ class SimLayerKV(BudgetMethod):
         validate_field(self, "window", validate_int, "give at least 1 last query")
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: layers that look back furthest keep all entries, others sinks and recent entries only."""
+        """Return SimLayerKV's `Parts`: least lazy layers keep all entries, others sinks and recent ones."""
         keep = Keep(sinks=self.sinks, window=self.recent)
         layers = self.create_part(LazyLayerBudgets)
         return self.compose_with_scorer(keep=keep, layers=layers)

@@ -37,7 +37,7 @@ class StreamingLLM(BudgetMethod):
         validate_field(self, "slide", validate_bool)
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: position scores; sinks and newest token kept; rolling positions, eviction by age if set."""
+        """Return StreamingLLM's `Parts`: position scores, sinks kept; rolling, eviction by age if set."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(
             scorer=PositionScores(), keep=keep, evict=evict, rolling=self.rolling_positions
