@@ -34,7 +34,7 @@ class PoolReader:
 
 
 class KeyReader(PoolReader):
-    """Reader of one sequence's keys in the model's dtype: computes logits and writes new keys, in a decode kernel."""
+    """Reader, in a decode kernel, of a sequence's unquantised keys: computes logits, writes new keys."""
 
     name = "k"
 

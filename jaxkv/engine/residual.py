@@ -83,7 +83,7 @@ def compute_stream_logits(
 def _compute_partial_sums(
     module: Any, name: str, x: Float[Array, "M N F"], axes: ShardingMesh | None
 ) -> Float[Array, "n M N E"]:
-    """Multiply `x` by a module's weight; return split-K partial sums `[n, M, N, E]`; n = 1 on shards or with a bias."""
+    """Apply a linear map, bias included; return split-K sums `[n, M, N, E]`; n = 1 on shards or with bias."""
     if axes is None or axes.count_axis_shards("H") == 1:
         return apply_linear_split_k(module, name, x)
     return apply_linear(module, name, x, wide=True, over=axes)[None]

@@ -131,7 +131,7 @@ def measure_text_losses(
     *,
     seed: int = 0,
 ) -> TextLosses:
-    """Prefill and compress prefixes, feed ids `after` one by one; return `TextLosses`: nats, entries, bytes by text."""
+    """Compress prefixes, feed ids `after`; return `TextLosses`: nats by token, entries and bytes by text."""
     session = Session(params, policy, key=seed)
     cache = session.prefill([list(each) for each in prefixes], new=after.shape[1])
     before = cache.kept.mean(axis=(0, 2))

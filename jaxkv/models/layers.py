@@ -157,7 +157,7 @@ def _multiply_split_k_by_xla(
 
 
 def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
-    """True if NVIDIA GPUs multiply x by weight in the kernel: one vector, supported codes, Ampere or newer.
+    """True for one vector and supported codes, unless on GPUs before Ampere; only CUDA runs the kernel.
 
     On an H200 the kernel, which does not use tensor cores, took 80 us for one vector and 289 for four; bfloat16 weights
     took 113.

@@ -94,7 +94,7 @@ class Merger:
 
     @property
     def compared_tensors(self) -> tuple[str, ...]:
-        """Names of tensors, "k" and "v", whose cosines find the kept entry nearest to an evicted one; () by default.
+        """Tensors ("k", "v") whose cosines find the entry to merge into; (), the default: none while decoding.
 
         With (), prompts and recompressed caches are merged; single entries evicted while decoding are not.
         """

@@ -63,7 +63,7 @@ def move_cache_to_mesh(cache: KVCache, axes: ShardingMesh | None) -> KVCache:
 
 
 def _compute_pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
-    """Return new pools' rows per device: EQUAL segments as before, else by `capacity` or the fullest device."""
+    """Return new pools' rows per device: EQUAL segments keep their size, others fit the fullest device."""
     layout, capacity = cache.layout, get_device_capacity(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape
