@@ -236,7 +236,7 @@ def warn_unseen_question(
         UnseenQuestionWarning,
         name,
         f"policy={name}: it keeps what the prompt's end attends to, so a later question may find its answer evicted. "
-        "Use a policy that does not score by the prompt's end, such as DefensiveKV(budget=0.5), or put the question "
+        "Use a policy that does not score by the prompt's end, such as KVzip(budget=0.5), or put the question "
         "into the prompt: generate(params, document + '\\n\\n' + question, policy=...)",
     )
 
