@@ -90,7 +90,7 @@ def compress(
             Pass the queries of each sequence's last w tokens for policies with an observation window, or those of all S
             tokens. Policies without attention scores ignore them.
         length: `i32[B]` tokens of each sequence; S by default.
-        headroom: maximum number of tokens to be added.
+        headroom: places for new entries per segment: for tokens to be added; 1 for any number if each evicts an entry.
         layer: index of this layer, for policies whose budget, scores or samples depend on the layer.
         layers: L, the model's number of layers, for policies whose budget or scores depend on it.
         sliding_window: w if a token of this layer attends to the last w tokens, its own included; None for all tokens.

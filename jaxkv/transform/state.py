@@ -1,7 +1,7 @@
 """`CompressedKV`: compressed entries of the layers of any model, and the steps that append, attend and evict.
 
 ```
-state = jaxkv.compress(k, v, queries=q, length=length, policy=H2O(budget=256), headroom=64)
+state = jaxkv.compress(k, v, queries=q, length=length, policy=H2O(budget=256), headroom=1)
 state, out = state.step(q_new, k_new, v_new)
 ```
 """
