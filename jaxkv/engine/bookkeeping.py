@@ -1,6 +1,7 @@
 """Score updates and evictions after a decode step: by layer, or for all layers of a shared pool in one step."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -32,11 +33,13 @@ def select_layer_segments(tables: SegmentTables, part: int | slice) -> Segments:
     )
 
 
-def evict_over_limits(cache: CacheArrays, outs: list[Array], spec: DecodeSpec) -> CacheArrays:
+def evict_over_limits(
+    cache: CacheArrays, outs: list[Array], spec: DecodeSpec, windows: Sequence[int | None]
+) -> CacheArrays:
     """Evict or merge the lowest-ranked entry of segments over their limit, in layers with limits; return `CacheArrays`.
 
     Layers that share a pool are handled together. `outs` are one number of each head's attention output per layer,
-    which orders writes after reads.
+    which orders writes after reads. `windows` are the layers' sliding windows.
     """
     tables = cache.tables
     layers, _, heads = tables.start.shape
@@ -44,7 +47,7 @@ def evict_over_limits(cache: CacheArrays, outs: list[Array], spec: DecodeSpec) -
     how = EvictionConfig(terms=spec, heads=heads, dtype=spec.dtype)
     pools, lengths, taus = [], [], []
     for pool, part in zip(cache.pools, spec.layout.slice_layers_by_pool(layers), strict=True):
-        if spec.config.sliding_windows[part.start] is not None and not spec.layout.uses_shared_pool:
+        if windows[part.start] is not None and not spec.layout.uses_shared_pool:
             # A sliding-window layer's own pool has no limit and no scores; in a shared pool, its limit is never
             # reached.
             pools.append(pool)

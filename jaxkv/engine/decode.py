@@ -11,16 +11,17 @@ from jaxkv.cache import CacheArrays, KVCache, SegmentTables
 from jaxkv.cache.host_store import HostStoreLoader
 from jaxkv.cache.pools import EntryPool
 from jaxkv.engine import offloaded_decode
-from jaxkv.engine.bookkeeping import average_scores_over_devices, decay_scores, evict_over_limits
-from jaxkv.engine.layers.binding import make_cache_layer
-from jaxkv.engine.layers.blocks import BlockInputs, run_blocks
+from jaxkv.engine.grouped_decode import run_grouped_step
+from jaxkv.engine.layers.run import run_layers, select_last_tokens
 from jaxkv.engine.layers.step import StepState, build_work_table
-from jaxkv.engine.residual import ResidualStream, start_residual_stream
-from jaxkv.engine.residual import compute_stream_logits as logits_of
+from jaxkv.engine.residual import (
+    ResidualStream,
+    compute_stream_logits,
+    start_residual_stream,
+)
 from jaxkv.engine.sparse import create_new_tokens
-from jaxkv.engine.spec import DecodeSpec
-from jaxkv.engine.tokens import compute_step_angles
-from jaxkv.models.decoder import DecoderBlock, Leaves, SplitDecoder
+from jaxkv.engine.spec import DecodeSpec, is_concrete_or_recorded
+from jaxkv.models.decoder import Leaves, SplitDecoder
 from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -39,72 +40,16 @@ def run_decode_step(
     Tokens are right-padded: `count` of them are valid, and 0 leaves a sequence's cache unchanged. The cache needs N
     free places behind every segment.
     """
-    outer, tables, several = (
-        spec.graphs.rebuild_embedding_and_head(ends),
-        cache.tables,
-        tokens.shape[1],
-    )
-    state = tables.state
-    x = outer.embed_tokens(tokens)
-    new = create_new_tokens(spec, tables, count, several)
-    pools = decay_scores(cache.pools, count, spec)
-    stream = start_residual_stream(x, spec, blocks[0])
-    kinds = [spec.config.get_layer_spec(layer) for layer in range(len(blocks))]
-    turned = compute_step_angles(spec, kinds, new.positions, cache)
-    parted = [spec.split_gate_leaves(leaves) for leaves in blocks]
-
-    def make_block_inputs(layer: int, block: DecoderBlock, pool: EntryPool) -> BlockInputs:
-        """Return a layer's `BlockInputs` from the cache before the step; tables are sliced right before its block."""
-        by = turned[layer]
-        first = None if state is None or state.choosable is None else state.choosable[layer]
-        rows = make_cache_layer(
-            spec,
-            pool,
-            tables.start[layer],
-            tables.length[layer],
-            shaping=block.logits_shaping,
-            sliding_window=block.spec.sliding_window,
-            choosable=first if spec.is_sparse_layer(layer, several) else None,
-            index=layer,
-            rotated=by.key_rotation,
-        )
-        query_buffer = spec.find_query_buffer_index(layer)
-        return BlockInputs(
-            rows=rows,
-            by=by,
-            query_buffer=None
-            if query_buffer is None or state is None
-            else state.query_buffers[query_buffer],
-            asks=first if spec.is_selecting_layer(layer, several) else None,
-            centre=None if tables.centre is None else tables.centre[layer],
-            gate=parted[layer][1],
-        )
-
-    decoder = (
-        spec.get_layer_graphs(layer).rebuild_block(leaves)
-        for layer, (leaves, _) in enumerate(parted)
-    )
+    outer, several = spec.graphs.rebuild_embedding_and_head(ends), tokens.shape[1]
+    stream = start_residual_stream(outer.embed_tokens(tokens), spec, blocks[0])
+    new = create_new_tokens(spec, cache.tables, count, several)
     begun = StepState(new=new, work=build_work_table(cache, spec, new))
-    ran = run_blocks(decoder, spec, stream, begun, pools, make_block_inputs)
-    stream = ran.stream
-    if several > 1:
-        x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-        stream = ResidualStream(x=x)
-    logits = logits_of(outer, stream, tokens.shape[0], spec)
-    if state is not None:
-        query_buffers = tuple(
-            query_buffer for query_buffer in ran.query_buffers if query_buffer is not None
-        )
-        state = dataclasses.replace(state, query_buffers=query_buffers)
-    cache = cache.replace_arrays(
-        pools=tuple(average_scores_over_devices(ran.pools, spec)),
-        state=state,
-        length=tables.length + count[:, None],
-        seen=tables.seen + count,
+    stream, _, cache = run_layers(
+        blocks, cache, stream, begun, layers=tuple(range(len(blocks))), spec=spec
     )
-    if spec.ongoing.evicts and several == 1:
-        cache = evict_over_limits(cache, ran.out, spec)
-    return logits, cache
+    if several > 1:
+        stream = ResidualStream(x=select_last_tokens(stream.x, count))
+    return compute_stream_logits(outer, stream, tokens.shape[0], spec), cache
 
 
 @sharded_jit(static=("spec",), donate=("pools",), on="spec")
@@ -135,12 +80,15 @@ def run_new_tokens(
 ) -> tuple[Float[Array, "B V"], CacheArrays]:
     """Run N new tokens per sequence by compiled programs; return last logits and the cache; donate the pools.
 
-    A single program runs, or with a `loader` one program per layer group between transfers from host memory.
+    A single program runs, or one per group of layers: with a `loader` between transfers from host memory, and if the
+    `spec` is `grouped`.
     """
     if loader is not None:
         return offloaded_decode.run_offloaded_step(
             flat, cache, tokens, count, spec=spec, loader=loader
         )
+    if spec.grouped and is_concrete_or_recorded(tokens):
+        return run_grouped_step(flat, cache, tokens, count, spec=spec)
     return _run_compiled_step(
         flat.ends,
         spec.collect_block_leaves(flat),

@@ -15,7 +15,7 @@ from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
 from jaxkv.engine.session import Session
-from jaxkv.engine.traced import trace_prefill, trace_token_loop
+from jaxkv.engine.traced import trace_decode_programs, trace_prefill
 from jaxkv.machine.compilation import StageClock
 
 
@@ -40,7 +40,7 @@ class LoopCompilation:
             planned = trace_prefill(
                 flat, session.policy, self._needed, implementation=chosen.prefill
             )
-            traced = trace_token_loop(
+            programs = trace_decode_programs(
                 flat,
                 planned.cache,
                 implementation=chosen.decode,
@@ -48,7 +48,8 @@ class LoopCompilation:
                 ends=self._ends,
                 size=tokens_per_call(self._new),
             )
-            traced.lower().compile()
+            for traced in programs:
+                traced.lower().compile()
 
     def wait(self) -> None:
         """Wait until the loop is compiled; count its programs, and the wait as compile seconds, in the decode clock."""

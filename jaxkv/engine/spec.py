@@ -32,6 +32,8 @@ from jaxkv.policies.unseen import GateRank
 from jaxkv.sharding.mesh import ShardingMesh, place_tree_on_mesh
 from jaxkv.sharding.record import get_active_recorder
 
+# Least number of layers of a model whose steps run in groups of layers on a CPU.
+GROUPED_LAYERS = 9
 # Number of gates whose weights are cached on a model's devices.
 _GATES = 2
 
@@ -83,6 +85,7 @@ class DecodeSpec(DecodeAttentionConfig):
         config: shape of the model.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
         fused: True if steps of one token run the backend's `compute_decode_attention` and `add_norm`.
+        grouped: True if steps run programs of a few layers (`grouped_decode`) instead of one of all layers.
         dtype: dtype of the model.
     """
 
@@ -90,6 +93,7 @@ class DecodeSpec(DecodeAttentionConfig):
     config: ModelConfig
     rolling: bool
     fused: bool = False
+    grouped: bool = False
     dtype: Any = jnp.float32
 
     @property
@@ -151,6 +155,11 @@ class DecodeSpec(DecodeAttentionConfig):
         return None
 
 
+def is_concrete_or_recorded(array: Array) -> bool:
+    """True if programs called now run or are recorded, False inside of the trace of another program."""
+    return get_active_recorder() is not None or not isinstance(array, jax.core.Tracer)
+
+
 def create_cache_spec(
     flat: SplitDecoder, cache: KVCache, implementation: Implementation = Implementation.XLA
 ) -> DecodeSpec:
@@ -192,8 +201,21 @@ def create_decode_spec(
         fused=parts.store.supports_kernels(
             get_attention_backend(implementation).can.steps, flat.config.head_dim
         ),
+        grouped=_runs_in_layer_groups(flat, parts, implementation),
         dtype=flat.ends[0].dtype,
     )
+
+
+def _runs_in_layer_groups(flat: SplitDecoder, parts: Parts, implementation: Implementation) -> bool:
+    """True for a model of many layers on a CPU without a mesh, unless eviction looks at all layers at once."""
+    leaf = flat.ends[0]
+    if implementation is not Implementation.XLA or flat.axes is not None:
+        return False
+    if parts.cache_layout.uses_shared_pool and parts.decoding_compression.evicts:
+        return False
+    placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    cpu = placed and next(iter(leaf.devices())).platform == "cpu"
+    return cpu and flat.config.layers >= GROUPED_LAYERS
 
 
 def select_implementations(

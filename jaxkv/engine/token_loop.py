@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
 from jaxkv.cache.pools import EntryPool
 from jaxkv.engine.decode import run_decode_step, run_new_tokens
 from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
-from jaxkv.engine.spec import DecodeSpec
+from jaxkv.engine.spec import DecodeSpec, is_concrete_or_recorded
 from jaxkv.models.decoder import Leaves, SplitDecoder
 from jaxkv.sharding.collectives import all_gather_shards, count_flags_over_mesh, get_shard_offset
 from jaxkv.sharding.mesh import (
@@ -23,6 +24,7 @@ from jaxkv.sharding.mesh import (
     copy_to_host,
     is_inside_shard_map,
     place_dataclass_on_mesh,
+    place_host_array,
 )
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -165,7 +167,7 @@ def decode(
 ) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
     """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps run.
 
-    Runs a compiled loop, or a loop in Python with a `loader` of entries in host memory. Ids are -1 after a sequence's
+    Runs a compiled loop, or a loop in Python with a `loader` of entries in host memory or a `grouped` spec. Ids are -1 after a sequence's
     end; the pools of `cache` are donated. A sampled token runs through the model before the next one is sampled: the
     cache holds all sampled tokens except those that end a sequence. Sampling stops early once more than `idle`
     sequences have ended, by default all. `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile
@@ -176,44 +178,68 @@ def decode(
         flat.axes.count_axis_shards("B") if flat.axes is not None and is_inside_shard_map() else 1
     )
     idle = many - 1 if idle is None else idle
-    if loader is None:
+    if loader is None and not (spec.grouped and is_concrete_or_recorded(cache.tables.seen)):
         arguments = collect_loop_arguments(
             flat, cache, sampling_state, steps, sampling, idle, spec=spec
         )
         return _loop(*arguments, spec=spec, size=size)
-    device = next(iter(cache.tables.seen.devices()))
-    sampling_state = (
-        place_dataclass_on_mesh(sampling_state, flat.axes)
-        if flat.axes
-        else jax.device_put(sampling_state, device)
-    )
+    if loader is not None:
+        device = next(iter(cache.tables.seen.devices()))
+        sampling_state = (
+            place_dataclass_on_mesh(sampling_state, flat.axes)
+            if flat.axes
+            else jax.device_put(sampling_state, device)
+        )
     out, ran, ended = (
         np.full((len(sampling_state.done), size), -1, np.int32),
         0,
         copy_to_host(sampling_state.done),
     )
+    step = partial(run_sampled_step, flat, spec=spec, sampling=sampling)
     if steps == 0:
         # Compile with a step that adds no token.
-        new = run_sampling_step(
-            sampling_state, cache.tables.seen, convert_sampler_to_pytree(sampling), axes=flat.axes
+        spare = loader and dataclasses.replace(loader, traffic=TransferCounter())
+        stopped = dataclasses.replace(
+            sampling_state, done=place_host_array(np.ones_like(ended), "B", flat.axes)
         )
-        loader, none = dataclasses.replace(loader, traffic=TransferCounter()), new.fed * 0
-        logits, cache = run_new_tokens(
-            flat, cache, new.token[:, None], none, spec=spec, loader=loader
-        )
-        jax.block_until_ready(logits)
+        cache, *_ = step(cache, stopped, loader=spare)
+        jax.block_until_ready(cache)
     while ran < int(steps) and ended.sum() <= idle:
-        new = run_sampling_step(
-            sampling_state, cache.tables.seen, convert_sampler_to_pytree(sampling), axes=flat.axes
-        )
-        logits, cache = run_new_tokens(
-            flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader
-        )
-        sampling_state = sampling_state.advance_step(logits, new.done)
+        cache, sampling_state, new = step(cache, sampling_state, loader=loader)
         # Copy to the host only now, while the device runs the step.
         out[:, ran], ended = copy_to_host(new.shown), copy_to_host(new.done)
         ran += 1
     return cache, sampling_state, jnp.asarray(out), jnp.int32(ran)
+
+
+def run_sampled_step(
+    flat: SplitDecoder,
+    cache: CacheArrays,
+    sampling_state: SamplingState,
+    *,
+    spec: DecodeSpec,
+    sampling: Sampler,
+    loader: HostStoreLoader | None = None,
+) -> tuple[CacheArrays, SamplingState, SampledTokens]:
+    """Sample one token per sequence and run it by compiled programs; return cache (donated), state, the tokens."""
+    numbers, axes = convert_sampler_to_pytree(sampling), flat.axes
+    new = run_sampling_step(sampling_state, cache.tables.seen, numbers, axes=axes)
+    logits, cache = run_new_tokens(
+        flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader
+    )
+    return cache, _advance_compiled(sampling_state, logits, new.done, axes=axes), new
+
+
+@sharded_jit(static=("axes",))
+def _advance_compiled(
+    sampling_state: SamplingState,
+    logits: Float[Array, "B V"],
+    done: Bool[Array, " B"],
+    *,
+    axes: ShardingMesh | None,
+) -> SamplingState:
+    """Compiled `SamplingState.advance_step`: return the state after a step."""
+    return sampling_state.advance_step(logits, done)
 
 
 def collect_loop_arguments(

@@ -1,6 +1,7 @@
 """The engine's programs traced on abstract arrays: a prefill, and the token loop that runs on its cache."""
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,42 @@ def trace_prefill(
     return TracedPrefill(calls, cache)
 
 
+def trace_decode_programs(
+    flat: SplitDecoder,
+    cache: KVCache,
+    *,
+    implementation: Implementation,
+    sampling: Sampler,
+    ends: int,
+    size: int,
+) -> list[Any]:
+    """Trace the programs that sample on a cache of abstract arrays: the loop, or those of a step in layer groups.
+
+    Arguments are those of `trace_token_loop`. Return `jax.stages.Traced`, equal programs once.
+    """
+    spec = create_cache_spec(flat, cache, implementation)
+    if not spec.grouped:
+        given = {"implementation": implementation, "sampling": sampling, "ends": ends}
+        return [trace_token_loop(flat, cache, **given, size=size)]
+    step = partial(token_loop.run_sampled_step, flat, spec=spec, sampling=sampling)
+    state = make_abstract_sampling_state(flat, cache, ends)
+    calls, _ = record_program_calls(step, cache.arrays, state)
+    return list({id(call.traced): call.traced for call in calls}.values())
+
+
+def make_abstract_sampling_state(
+    flat: SplitDecoder, cache: KVCache, ends: int
+) -> token_loop.SamplingState:
+    """Return a batch's `SamplingState` of abstract arrays, with `ends` end ids per sequence."""
+    return jax.eval_shape(
+        token_loop.create_sampling_state,
+        jax.ShapeDtypeStruct((cache.batch, flat.config.vocab), jnp.float32),
+        jax.ShapeDtypeStruct((cache.batch,), bool),
+        jax.eval_shape(lambda: jax.random.key(0)),
+        jax.ShapeDtypeStruct((ends,), jnp.int32),
+    )
+
+
 def trace_token_loop(
     flat: SplitDecoder,
     cache: KVCache,
@@ -90,13 +127,7 @@ def trace_token_loop(
     `ends` is the number of end ids, `size` the maximum number of tokens per call.
     """
     spec = create_cache_spec(flat, cache, implementation)
-    state = jax.eval_shape(
-        token_loop.create_sampling_state,
-        jax.ShapeDtypeStruct((cache.batch, flat.config.vocab), jnp.float32),
-        jax.ShapeDtypeStruct((cache.batch,), bool),
-        jax.eval_shape(lambda: jax.random.key(0)),
-        jax.ShapeDtypeStruct((ends,), jnp.int32),
-    )
+    state = make_abstract_sampling_state(flat, cache, ends)
     given = token_loop.collect_loop_arguments(
         flat, cache.arrays, state, size, sampling, 0, spec=spec
     )

@@ -1,6 +1,7 @@
 """The decoder as a Flax NNX module: parameters and the arithmetic of one block; no cache, no loop over layers."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -412,6 +413,15 @@ class ModuleGraph:
 
     definition: Any
     structure: Any
+
+    def __hash__(self) -> int:
+        """Return the hash, computed once: programs are looked up by it at every call."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Hash of the fields."""
+        return hash((self.definition, self.structure))
 
     def rebuild_module(self, leaves: Leaves) -> Any:
         """Rebuild the `nnx` module from this graph, with the arrays `leaves` as its parameters."""

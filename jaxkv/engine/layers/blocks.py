@@ -14,7 +14,7 @@ from jaxkv.engine.layers.dense import FullAttentionCacheLayer
 from jaxkv.engine.layers.step import StepState
 from jaxkv.engine.residual import ResidualStream, compute_attention_input, finish_block
 from jaxkv.engine.segments import take_number_per_head
-from jaxkv.engine.sparse import select_positions
+from jaxkv.engine.sparse import SelectedPositions, select_positions
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.engine.tokens import (
     StepAngles,
@@ -60,6 +60,7 @@ class BlockOutputs(NamedTuple):
     pools: list[EntryPool]
     query_buffers: list[QueryBuffer | None]
     out: list[Float[Array, "B K"]]
+    chosen: SelectedPositions | None
 
 
 def run_blocks(
@@ -71,14 +72,16 @@ def run_blocks(
     bind: Callable[[int, DecoderBlock, EntryPool], BlockInputs],
 ) -> BlockOutputs:
     """Run consecutive blocks over a step's tokens; call `bind` for each one's `BlockInputs`; return `BlockOutputs`."""
-    ran = BlockOutputs(stream, list(pools), [], [])
+    ran = BlockOutputs(stream, list(pools), [], [], step.chosen)
     for index, block in enumerate(blocks):
         at = spec.layout.get_pool_index(index)
         layer = bind(index, block, ran.pools[at])
         stream, ran.pools[at], query_buffer, step, out = run_block(
             block, spec, ran.stream, layer, step
         )
-        ran = BlockOutputs(stream, ran.pools, [*ran.query_buffers, query_buffer], [*ran.out, out])
+        ran = BlockOutputs(
+            stream, ran.pools, [*ran.query_buffers, query_buffer], [*ran.out, out], step.chosen
+        )
     return ran
 
 
