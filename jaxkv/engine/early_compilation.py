@@ -46,7 +46,7 @@ class LoopCompilation:
                 implementation=chosen.decode,
                 sampling=self._sampling,
                 ends=self._ends,
-                size=tokens_per_call(self._new),
+                new=self._new,
             )
             for traced in programs:
                 traced.lower().compile()

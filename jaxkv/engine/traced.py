@@ -13,6 +13,7 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.engine import token_loop
 from jaxkv.engine.embedding import compute_logits
+from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill import PrefillLayerSource, prefill_layers
 from jaxkv.engine.progress import run_generator
@@ -83,16 +84,16 @@ def trace_decode_programs(
     implementation: Implementation,
     sampling: Sampler,
     ends: int,
-    size: int,
+    new: int,
 ) -> list[Any]:
     """Trace the programs that sample on a cache of abstract arrays: the loop, or those of a step in layer groups.
 
-    Arguments are those of `trace_token_loop`. Return `jax.stages.Traced`, equal programs once.
+    `ends` is the number of end ids, `new` the maximum number of tokens. Return `jax.stages.Traced`, equal ones once.
     """
     spec = create_cache_spec(flat, cache, implementation)
-    if not spec.grouped:
+    if not spec.runs_in_groups(new):
         given = {"implementation": implementation, "sampling": sampling, "ends": ends}
-        return [trace_token_loop(flat, cache, **given, size=size)]
+        return [trace_token_loop(flat, cache, **given, size=tokens_per_call(new))]
     step = partial(token_loop.run_sampled_step, flat, spec=spec, sampling=sampling)
     state = make_abstract_sampling_state(flat, cache, ends)
     calls, _ = record_program_calls(step, cache.arrays, state)

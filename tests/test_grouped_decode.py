@@ -1,0 +1,110 @@
+"""On a CPU, questions and short answers run one program per group of layers: with the tokens and caches of the loop."""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from policy_table import TABLE
+
+import jaxkv
+from jaxkv.engine import grouped_decode, spec
+from jaxkv.models.values import LayerSpec
+
+TWO = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
+THREE = dataclasses.replace(TWO, layers=3)
+WINDOWS = dataclasses.replace(TWO, layers=4, kinds=(LayerSpec(sliding_window=8), LayerSpec()) * 2)
+ANSWER, LONG, BUDGET = 7, 200, 17
+# One policy of each kind of pool, of score, and of what happens after a token.
+KINDS = ("streaming-rolling", "adakv-entropy", "h2o", "adakv-h2o")
+ROWS = {row.name: row.make(BUDGET) for row in TABLE if row.name in KINDS}
+MORE = {
+    "every": jaxkv.SnapKV(budget=BUDGET, window=4, every=3),
+    "omnikv": jaxkv.OmniKV(filter_layers=(0, 1), adjacent=0, budget=BUDGET),
+    "quest": jaxkv.Quest(budget=48, dense_layers=1),
+}
+
+
+class Programs:
+    """Names of the programs that are compiled while it is entered, in order, and the threads of groups."""
+
+    def __init__(self):
+        self.names, self.threads = [], set()
+
+    def __call__(self, event, duration_secs, fun_name="", **_):
+        if event.endswith("backend_compile_duration"):
+            self.names.append((fun_name or "").removeprefix("jit(").removesuffix(")"))
+            if self.names[-1] == "run_layer_group":
+                self.threads.add(threading.current_thread().name)
+
+    def __enter__(self):
+        jax.clear_caches()
+        jax.monitoring.register_event_duration_secs_listener(self)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self)
+
+
+def answers(config, policy, new):
+    """Tokens and cache of a prompt pair, a question pair and an answer, as one of up to `new` tokens."""
+    model = tiny.tiny(config)
+    session = jaxkv.Session(model, policy, key=0)
+    cache = session.prefill(tiny.prompts(5, (41, 30)), new=LONG)
+    cache = session.extend(cache, tiny.prompts(6, (3, 5)), new=LONG)
+    cache, tokens = session.sample(cache, ANSWER, new=new)
+    return cache, tokens
+
+
+@pytest.fixture(params=[1])
+def grouped(request, monkeypatch):
+    """Models of any number of layers run in groups of this many, which compile faster than real ones."""
+    monkeypatch.setattr(spec, "_GROUPED_LAYERS", 0)
+    monkeypatch.setattr(grouped_decode, "_GROUP_SIZES", (request.param,))
+    yield
+    grouped_decode.split_into_equal_groups.cache_clear()
+
+
+@pytest.mark.parametrize("grouped", [2], indirect=True)
+@pytest.mark.parametrize("name", [*ROWS, *MORE])
+def test_groups_of_layers_give_what_the_loop_gives(name, grouped):
+    policy = (ROWS | MORE)[name]
+    cache, tokens = answers(THREE, policy, ANSWER)
+    other, expected = answers(THREE, policy, LONG)
+    np.testing.assert_array_equal(tokens, expected)
+    assert tiny.kept(cache) == tiny.kept(other)
+    np.testing.assert_allclose(cache.logits, other.logits, atol=1e-4)
+
+
+def test_equal_groups_share_one_program(grouped):
+    with Programs() as compiled:
+        answers(TWO, jaxkv.SnapKV(budget=BUDGET, window=4), ANSWER)
+    # One of the question's tokens, one of the answer's.
+    assert compiled.names.count("run_layer_group") == 2
+    assert "_loop" not in compiled.names
+
+
+@pytest.mark.parametrize("grouped", [2], indirect=True)
+def test_groups_of_windows_share_one_program_and_agree_with_the_loop(grouped):
+    policy = jaxkv.SnapKV(budget=BUDGET, window=4)
+    with Programs() as compiled:
+        cache, tokens = answers(WINDOWS, policy, ANSWER)
+    assert compiled.names.count("run_layer_group") == 2
+    other, expected = answers(WINDOWS, policy, LONG)
+    np.testing.assert_array_equal(tokens, expected)
+    assert tiny.kept(cache) == tiny.kept(other)
+
+
+def test_models_of_few_layers_run_the_loop():
+    with Programs() as compiled:
+        answers(TWO, jaxkv.FullKV(), ANSWER)
+    assert "_loop" in compiled.names
+
+
+def test_the_thread_compiles_the_groups_of_a_short_answer(grouped):
+    with Programs() as compiled:
+        jaxkv.generate(tiny.tiny(TWO), tiny.prompts(4, (52, 31)), max_new_tokens=6)
+    assert compiled.names.count("run_layer_group") == 1
+    assert compiled.threads == {"jaxkv-compile"}
