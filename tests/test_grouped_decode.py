@@ -103,8 +103,8 @@ def test_models_of_few_layers_run_the_loop():
     assert "_loop" in compiled.names
 
 
-def test_the_thread_compiles_the_groups_of_a_short_answer(grouped):
+def test_no_thread_compiles_a_loop_for_a_short_answer(grouped):
     with Programs() as compiled:
         jaxkv.generate(tiny.tiny(TWO), tiny.prompts(4, (52, 31)), max_new_tokens=6)
     assert compiled.names.count("run_layer_group") == 1
-    assert compiled.threads == {"jaxkv-compile"}
+    assert compiled.threads == {"MainThread"}

@@ -20,7 +20,7 @@ from jaxkv.engine.residual import (
     start_residual_stream,
 )
 from jaxkv.engine.sparse import create_new_tokens
-from jaxkv.engine.spec import DecodeSpec, is_concrete_or_recorded
+from jaxkv.engine.spec import DecodeSpec
 from jaxkv.models.decoder import Leaves, SplitDecoder
 from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
@@ -87,7 +87,7 @@ def run_new_tokens(
         return offloaded_decode.run_offloaded_step(
             flat, cache, tokens, count, spec=spec, loader=loader
         )
-    if spec.grouped and is_concrete_or_recorded(tokens):
+    if spec.grouped:
         return run_grouped_step(flat, cache, tokens, count, spec=spec)
     return _run_compiled_step(
         flat.ends,

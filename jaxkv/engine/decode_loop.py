@@ -56,13 +56,7 @@ class DecodeLoop:
         self._sampling_state = token_loop.create_sampling_state(
             cache.logits, done, key, ends, axes=spec.axes
         )
-        self._decode = partial(
-            token_loop.decode,
-            spec=spec,
-            sampling=sampling,
-            size=self.size,
-            grouped=spec.runs_in_groups(new),
-        )
+        self._decode = partial(token_loop.decode, spec=spec, sampling=sampling, size=self.size)
         self._taken_back, self._cache = False, cache
         self._loader = HostStoreLoader.create_host_loader(cache.host_store, traffic)
         # A run of 0 steps compiles the loop and changes nothing.

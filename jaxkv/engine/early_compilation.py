@@ -15,7 +15,8 @@ from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
 from jaxkv.engine.session import Session
-from jaxkv.engine.traced import trace_decode_programs, trace_prefill
+from jaxkv.engine.spec import runs_in_layer_groups
+from jaxkv.engine.traced import trace_prefill, trace_token_loop
 from jaxkv.machine.compilation import StageClock
 
 
@@ -40,16 +41,15 @@ class LoopCompilation:
             planned = trace_prefill(
                 flat, session.policy, self._needed, implementation=chosen.prefill
             )
-            programs = trace_decode_programs(
+            traced = trace_token_loop(
                 flat,
                 planned.cache,
                 implementation=chosen.decode,
                 sampling=self._sampling,
                 ends=self._ends,
-                new=self._new,
+                size=tokens_per_call(self._new),
             )
-            for traced in programs:
-                traced.lower().compile()
+            traced.lower().compile()
 
     def wait(self) -> None:
         """Wait until the loop is compiled; count its programs, and the wait as compile seconds, in the decode clock."""
@@ -62,12 +62,14 @@ class LoopCompilation:
 def start_loop_compilation(
     session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
 ) -> LoopCompilation | None:
-    """Start and return a planned prefill's `LoopCompilation`; None on a mesh, for unknown shapes, if started before.
+    """Start and return a planned prefill's `LoopCompilation`; None if no loop runs or its shapes are unknown.
 
-    The plan says all shapes on one device, unless scores set the sizes of pools or entries are offloaded.
+    The plan says all shapes on one device, unless scores set the sizes of pools or entries are offloaded. Short answers
+    that run in groups of layers have no loop; an earlier call may have compiled it.
     """
-    flat = session.params.flat_decoder
-    if flat.axes is not None or not needed.has_fixed_shapes:
+    flat, parts = session.params.flat_decoder, session.policy.composed
+    grouped = runs_in_layer_groups(flat, parts, session.implementations.decode, new)
+    if flat.axes is not None or not needed.has_fixed_shapes or grouped:
         return None
     shapes = needed.padded_len, needed.pools, needed.headroom, len(needed.budget)
     numbers = jax.tree.structure(convert_sampler_to_pytree(sampling))

@@ -306,7 +306,7 @@ class Session:
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.compute_layer_headroom().min() < longest:
                 cache = fork_cache(cache, batch, max(SHORT, longest), new)
-            spec = create_cache_spec(flat, cache, self.implementations.decode)
+            spec = create_cache_spec(flat, cache, self.implementations.decode, new=0)
             cache = self.append_prompts(cache, encoded, spec, chunk)
             logits = cache.logits
             cache = dataclasses.replace(cache, extended=cache.extended or chunk != 1)
@@ -441,7 +441,7 @@ class Session:
             return DecodeLoop(
                 flat,
                 cache,
-                spec=create_cache_spec(flat, cache, self.implementations.decode),
+                spec=create_cache_spec(flat, cache, self.implementations.decode, new=new),
                 sampling=sampling,
                 eos=tuple(eos),
                 key=key,

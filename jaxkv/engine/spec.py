@@ -87,7 +87,7 @@ class DecodeSpec(DecodeAttentionConfig):
         config: shape of the model.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
         fused: True if steps of one token run the backend's `compute_decode_attention` and `add_norm`.
-        grouped: True if questions and short answers run programs of a few layers (`grouped_decode`), not of all.
+        grouped: True if steps run programs of a few layers (`grouped_decode`) instead of one of all layers.
         dtype: dtype of the model.
     """
 
@@ -138,10 +138,6 @@ class DecodeSpec(DecodeAttentionConfig):
         fused = self.config.has_llama_blocks and self.fused
         return fused and tokens == 1 and not self.reading.offloaded
 
-    def runs_in_groups(self, new: int) -> bool:
-        """Return True if answers of up to `new` tokens run programs of layer groups instead of the compiled loop."""
-        return self.grouped and new <= _SHORT_ANSWER
-
     def is_selecting_layer(self, layer: int, tokens: int) -> bool:
         """Return True for filter layers that select positions: in steps of one token, or if `reading.several`."""
         return layer in self.reading.filters and (tokens == 1 or self.reading.several)
@@ -161,21 +157,24 @@ class DecodeSpec(DecodeAttentionConfig):
         return None
 
 
-def is_concrete_or_recorded(array: Array) -> bool:
-    """True if programs called now run or are recorded, False inside of the trace of another program."""
-    return get_active_recorder() is not None or not isinstance(array, jax.core.Tracer)
-
-
 def create_cache_spec(
-    flat: SplitDecoder, cache: KVCache, implementation: Implementation = Implementation.XLA
+    flat: SplitDecoder,
+    cache: KVCache,
+    implementation: Implementation = Implementation.XLA,
+    *,
+    new: int | None = None,
 ) -> DecodeSpec:
-    """Return the `DecodeSpec` of the programs that decode on a given cache, from the cache's static fields."""
+    """Return the `DecodeSpec` of the programs that decode on a given cache, from the cache's static fields.
+
+    `new` is that of `create_decode_spec`.
+    """
     return create_decode_spec(
         flat,
         cache.policy.composed,
         padded_len=cache.padded_len,
         extended=cache.extended,
         implementation=implementation,
+        new=new,
     )
 
 
@@ -186,10 +185,12 @@ def create_decode_spec(
     padded_len: int,
     extended: bool = False,
     implementation: Implementation = Implementation.XLA,
+    new: int | None = None,
 ) -> DecodeSpec:
     """Return the `DecodeSpec`, static config of decode programs, for a model, a policy's parts, bucket `padded_len`.
 
-    With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`).
+    With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`). `new` is the
+    maximum number of tokens of the answer, 0 for questions; None for programs of all layers.
     """
     ongoing, most = parts.decoding_compression, None
     reading = parts.build_read_config(flat.config.sliding_windows, padded_len)
@@ -207,21 +208,27 @@ def create_decode_spec(
         fused=parts.store.supports_kernels(
             get_attention_backend(implementation).can.steps, flat.config.head_dim
         ),
-        grouped=_runs_in_layer_groups(flat, parts, implementation),
+        grouped=runs_in_layer_groups(flat, parts, implementation, new),
         dtype=flat.ends[0].dtype,
     )
 
 
-def _runs_in_layer_groups(flat: SplitDecoder, parts: Parts, implementation: Implementation) -> bool:
-    """True for a model of many layers on a CPU without a mesh, unless eviction looks at all layers at once."""
+def runs_in_layer_groups(
+    flat: SplitDecoder, parts: Parts, implementation: Implementation, new: int | None
+) -> bool:
+    """Return True if answers of `new` tokens run programs of layer groups: short ones of deep models on a CPU.
+
+    Not on a mesh, and not if eviction looks at all layers at once.
+    """
     leaf = flat.ends[0]
+    if new is None or new > _SHORT_ANSWER or flat.config.layers < _GROUPED_LAYERS:
+        return False
     if implementation is not Implementation.XLA or flat.axes is not None:
         return False
     if parts.cache_layout.uses_shared_pool and parts.decoding_compression.evicts:
         return False
     placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    cpu = placed and next(iter(leaf.devices())).platform == "cpu"
-    return cpu and flat.config.layers >= _GROUPED_LAYERS
+    return placed and next(iter(leaf.devices())).platform == "cpu"
 
 
 def select_implementations(

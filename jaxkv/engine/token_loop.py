@@ -164,22 +164,21 @@ def decode(
     size: int,
     idle: int | None = None,
     loader: HostStoreLoader | None = None,
-    grouped: bool = False,
 ) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
     """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps run.
 
-    Runs a compiled loop; or a loop in Python, over programs of layer groups, if `grouped` or with a `loader` of entries
-    in host memory. Ids are -1 after a sequence's end; the pools of `cache` are donated. A sampled token runs through
-    the model before the next one is sampled: the cache holds all sampled tokens except those that end a sequence.
-    Sampling stops early once more than `idle` sequences have ended, by default all. `steps`, at most `size`, and `idle`
-    are not compiled in; 0 steps compile everything and change nothing.
+    Runs a compiled loop; or a loop in Python, over programs of layer groups, if `spec.grouped` or with a `loader`
+    of entries in host memory. Ids are -1 after a sequence's end; the pools of `cache` are donated. A sampled token
+    runs through the model before the next one is sampled: the cache holds all sampled tokens except those that end
+    a sequence. Sampling stops early once more than `idle` sequences have ended, by default all. `steps`, at most
+    `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
     """
     # On a mesh, the copies that fill up its groups have ended, too.
     many = sampling_state.done.shape[0] * (
         flat.axes.count_axis_shards("B") if flat.axes is not None and is_inside_shard_map() else 1
     )
     idle = many - 1 if idle is None else idle
-    if loader is None and not grouped:
+    if loader is None and not spec.grouped:
         arguments = collect_loop_arguments(
             flat, cache, sampling_state, steps, sampling, idle, spec=spec
         )

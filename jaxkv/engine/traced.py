@@ -1,7 +1,6 @@
 """The engine's programs traced on abstract arrays: a prefill, and the token loop that runs on its cache."""
 
 import dataclasses
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache
 from jaxkv.engine import token_loop
 from jaxkv.engine.embedding import compute_logits
-from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill import PrefillLayerSource, prefill_layers
 from jaxkv.engine.progress import run_generator
@@ -77,42 +75,6 @@ def trace_prefill(
     return TracedPrefill(calls, cache)
 
 
-def trace_decode_programs(
-    flat: SplitDecoder,
-    cache: KVCache,
-    *,
-    implementation: Implementation,
-    sampling: Sampler,
-    ends: int,
-    new: int,
-) -> list[Any]:
-    """Trace the programs that sample on a cache of abstract arrays: the loop, or those of a step in layer groups.
-
-    `ends` is the number of end ids, `new` the maximum number of tokens. Return `jax.stages.Traced`, equal ones once.
-    """
-    spec = create_cache_spec(flat, cache, implementation)
-    if not spec.runs_in_groups(new):
-        given = {"implementation": implementation, "sampling": sampling, "ends": ends}
-        return [trace_token_loop(flat, cache, **given, size=tokens_per_call(new))]
-    step = partial(token_loop.run_sampled_step, flat, spec=spec, sampling=sampling)
-    state = make_abstract_sampling_state(flat, cache, ends)
-    calls, _ = record_program_calls(step, cache.arrays, state)
-    return list({id(call.traced): call.traced for call in calls}.values())
-
-
-def make_abstract_sampling_state(
-    flat: SplitDecoder, cache: KVCache, ends: int
-) -> token_loop.SamplingState:
-    """Return a batch's `SamplingState` of abstract arrays, with `ends` end ids per sequence."""
-    return jax.eval_shape(
-        token_loop.create_sampling_state,
-        jax.ShapeDtypeStruct((cache.batch, flat.config.vocab), jnp.float32),
-        jax.ShapeDtypeStruct((cache.batch,), bool),
-        jax.eval_shape(lambda: jax.random.key(0)),
-        jax.ShapeDtypeStruct((ends,), jnp.int32),
-    )
-
-
 def trace_token_loop(
     flat: SplitDecoder,
     cache: KVCache,
@@ -128,7 +90,13 @@ def trace_token_loop(
     `ends` is the number of end ids, `size` the maximum number of tokens per call.
     """
     spec = create_cache_spec(flat, cache, implementation)
-    state = make_abstract_sampling_state(flat, cache, ends)
+    state = jax.eval_shape(
+        token_loop.create_sampling_state,
+        jax.ShapeDtypeStruct((cache.batch, flat.config.vocab), jnp.float32),
+        jax.ShapeDtypeStruct((cache.batch,), bool),
+        jax.eval_shape(lambda: jax.random.key(0)),
+        jax.ShapeDtypeStruct((ends,), jnp.int32),
+    )
     given = token_loop.collect_loop_arguments(
         flat, cache.arrays, state, size, sampling, 0, spec=spec
     )
