@@ -92,9 +92,10 @@ def _finish_step(
     """Compiled: return logits after each sequence's last valid token, and all layers' tables from those of groups."""
     state = tables.state
     if state is not None:
-        states = [part.state for part in parts]
+        states = [part.state for part in parts if part.state is not None]
         buffers = tuple(each for part in states for each in part.query_buffers)
-        tau = None if state.tau is None else jnp.concatenate([part.tau for part in states])
+        taus = [part.tau for part in states if part.tau is not None]
+        tau = jnp.concatenate(taus) if taus else None
         state = dataclasses.replace(state, tau=tau, query_buffers=buffers)
     tables = dataclasses.replace(
         tables,
