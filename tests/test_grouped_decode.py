@@ -36,7 +36,7 @@ class Programs:
     def __call__(self, event, duration_secs, fun_name="", **_):
         if event.endswith("backend_compile_duration"):
             self.names.append((fun_name or "").removeprefix("jit(").removesuffix(")"))
-            if self.names[-1] == "run_layer_group":
+            if self.names[-1] == "run_grouped_layers":
                 self.threads.add(threading.current_thread().name)
 
     def __enter__(self):
@@ -82,7 +82,7 @@ def test_equal_groups_share_one_program(grouped):
     with Programs() as compiled:
         answers(TWO, jaxkv.SnapKV(budget=BUDGET, window=4), ANSWER)
     # One of the question's tokens, one of the answer's.
-    assert compiled.names.count("run_layer_group") == 2
+    assert compiled.names.count("run_grouped_layers") == 2
     assert "_loop" not in compiled.names
 
 
@@ -91,7 +91,7 @@ def test_groups_of_windows_share_one_program_and_agree_with_the_loop(grouped):
     policy = jaxkv.SnapKV(budget=BUDGET, window=4)
     with Programs() as compiled:
         cache, tokens = answers(WINDOWS, policy, ANSWER)
-    assert compiled.names.count("run_layer_group") == 2
+    assert compiled.names.count("run_grouped_layers") == 2
     other, expected = answers(WINDOWS, policy, LONG)
     np.testing.assert_array_equal(tokens, expected)
     assert tiny.kept(cache) == tiny.kept(other)
@@ -106,5 +106,5 @@ def test_models_of_few_layers_run_the_loop():
 def test_no_thread_compiles_a_loop_for_a_short_answer(grouped):
     with Programs() as compiled:
         jaxkv.generate(tiny.tiny(TWO), tiny.prompts(4, (52, 31)), max_new_tokens=6)
-    assert compiled.names.count("run_layer_group") == 1
+    assert compiled.names.count("run_grouped_layers") == 1
     assert compiled.threads == {"MainThread"}

@@ -53,7 +53,7 @@ def split_into_equal_groups(
 
 
 @sharded_jit(static=("spec", "layers"), donate=("pools",), on="spec")
-def run_layer_group(
+def run_grouped_layers(
     pools: tuple[EntryPool, ...],
     blocks: tuple[Leaves, ...],
     tables: SegmentTables,
@@ -128,7 +128,7 @@ def run_grouped_step(
             held = dataclasses.replace(
                 tables, state=dataclasses.replace(state, query_buffers=buffers)
             )
-        x, chosen, after = run_layer_group(
+        x, chosen, after = run_grouped_layers(
             tuple(pools[at] for at in own),
             tuple(blocks[layer] for layer in group),
             held,
