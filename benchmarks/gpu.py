@@ -11,13 +11,13 @@ that stand, for this device, these versions and these sources, are not measured 
 unless --retry is given. Everything measures in processes of its own, with a limit for each row. Status 1: a row
 failed; 3: time was over before all was measured.
 
-For a machine that is lent for 30 minutes, 10 minutes a command, with Python and JAX but nothing of ours installed, run
+For a machine that is lent for 15 minutes, 10 minutes a command, with Python and JAX but nothing of ours installed, run
 from a checkout (jax, flax, optax, numpy, jaxtyping, safetensors, ml_dtypes, tqdm are imported, nothing is downloaded),
-these commands in this order; DIR holds what has come back from the ones before (`cp benchmarks/results/*.jsonl DIR`):
+these commands in this order, the second as often as time is left; DIR holds what has come back from the ones before
+(`cp benchmarks/results/*.jsonl DIR`). What has never run comes first::
 
-    python3 -m benchmarks.gpu --out DIR --minutes 8 --only copy products linear checks decode token codes prefill
-    python3 -m benchmarks.gpu --out DIR --minutes 9 --only end
-    python3 -m benchmarks.gpu --out DIR --minutes 9 --only ways bits torch
+    python3 -m benchmarks.gpu --out DIR --minutes 9 --only copy codes linear slots bits end
+    python3 -m benchmarks.gpu --out DIR --minutes 4
 
 Compiled programs are kept in .cache/gpu for as long as the machine keeps that folder.
 """

@@ -91,6 +91,37 @@ def end_to_end(case):
     } | found
 
 
+def serve_requests(case):
+    """Requests and tokens a second of an engine whose slots are all taken, and those that its plan estimates."""
+    model = shapes.random_llama(case["model"])
+    policy, tokens, new = policy_of(case), case["tokens"], case["new"]
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(100, model.config.vocab, (case["requests"], tokens)).tolist()
+    planned = jaxkv.plan(
+        model,
+        gpus="cpu" if INTERPRET else "h200x1",
+        context=tokens,
+        batch=case["slots"],
+        new=new,
+        policy=policy,
+    )
+    limits = {"max_prompt_tokens": tokens, "max_new_tokens": new, "precompile": False}
+    with jaxkv.Engine(model, policy=policy, slots=case["slots"], **limits) as engine:
+        # One request makes what is left to compile.
+        engine.submit(prompts[0], max_new_tokens=new, stop_at_eos=False).result()
+        begin = time.perf_counter()
+        answers = [engine.submit(ids, max_new_tokens=new, stop_at_eos=False) for ids in prompts]
+        sampled = sum(len(answer.result().tokens) for answer in answers)
+        seconds = time.perf_counter() - begin
+    rate = planned.speed and planned.speed.requests / 3600
+    return {
+        "requests_per_second": len(prompts) / seconds,
+        "tokens_per_second": sampled / seconds,
+        "planned_requests_per_second": rate,
+        "decode_holds": held(),
+    }
+
+
 def torch_attention(case):
     """What torch's scaled_dot_product_attention takes at the same shapes; where there is no torch it says so."""
     if importlib.util.find_spec("torch") is None:

@@ -248,8 +248,11 @@ def prefill(case):
     implementation = Implementation(case["by"])
     if INTERPRET and implementation is not Implementation.XLA:
         implementation = Implementation.INTERPRETED
-    by = partial(get_attention_backend(implementation).compute_prefill_attention, lse=False)
-    flops = 2 * q.size * case["tokens"]
+    window, tokens = case.get("window"), case["tokens"]
+    by = get_attention_backend(implementation).compute_prefill_attention
+    by = partial(by, lse=False, window=window)
+    # Half of all pairs, or a band as wide as the window.
+    flops = 2 * q.size * (tokens if window is None else 2 * window)
     # Twice, so that what one gives need not be copied to where the next finds it.
     found = chained(lambda q, kv: by(q, *kv, length)[0], q, 2 * [(k, v)], estimate=flops / _FLOPS)
     return found | {"flops": flops, "flops_per_second": flops / found["seconds"]}

@@ -100,7 +100,7 @@ PREFILL = tuple(
     prompt("8B", tokens, by=by, name=f"8B {tokens} by {by}")
     for tokens in (32768, 8192)
     for by in ("cudnn", "pallas", "mosaic")
-)
+) + (prompt("8B", 32768, by="pallas", window=4096, name="8B 32768 by pallas, window 4096"),)
 FILTERS = [2, 8, 18]
 
 
@@ -193,7 +193,7 @@ PARTS = (
             _products(f"8B layer, {bits} bits, {tokens} tokens", tokens, 4096, 6144, 14336)
             | {"bits": bits}
             for bits in (8, 4)
-            for tokens in (1, 4)
+            for tokens in (1, 2, 4, 8, 16)
         ),
         quick=(_products("tiny layer, 4 bits", 1, 64, 128, 128) | {"bits": 4},),
         limit=60,
@@ -276,7 +276,7 @@ PARTS = (
         what="causal attention of a prompt, by implementation",
         function="gpu_kernels:prefill",
         cases=PREFILL,
-        quick=(prompt("tiny", 64, by="pallas", name="tiny 64 by pallas"),),
+        quick=(prompt("tiny", 64, by="pallas", window=32, name="tiny 64 by pallas, window 32"),),
         limit=60,
         sources=_KERNELS,
     ),
@@ -307,6 +307,9 @@ PARTS = (
         name="end",
         what="prefill and decode step of Llama 3 8B's shape, by policy",
         cases=(
+            run("FullKV", 1, 131072),
+            run("SnapKV", 1, 131072),
+            run("D2O", 1, 32768),
             run("SnapKV", 1, 32768),
             run("FullKV", 1, 32768),
             run("AdaKV", 1, 32768),
@@ -314,11 +317,46 @@ PARTS = (
             run("SnapKV", 8, 32768),
             run("OmniKV", 1, 32768),
             run("H2O", 1, 32768),
-            run("FullKV", 1, 131072),
-            run("SnapKV", 1, 131072),
         ),
         quick=(_tiny("SnapKV", prefill="pallas", decode="pallas"),),
         **_END,
+    ),
+    Part(
+        name="slots",
+        what="requests a second of the engine, and what the plan promised",
+        function="gpu_end:serve_requests",
+        cases=tuple(
+            {
+                "name": f"{policy} {slots} slots, {tokens} + {new}",
+                "model": "llama-3-8b",
+                "policy": policy,
+                "budget": 1024,
+                "slots": slots,
+                "requests": 2 * slots,
+                "tokens": tokens,
+                "new": new,
+            }
+            for policy, slots, tokens, new in (
+                ("SnapKV", 64, 2048, 128),
+                ("FullKV", 64, 2048, 128),
+                ("SnapKV", 64, 8192, 128),
+            )
+        ),
+        quick=(
+            {
+                "name": "tiny",
+                "model": "tiny",
+                "policy": "SnapKV",
+                "budget": 40,
+                "slots": 2,
+                "requests": 3,
+                "tokens": 64,
+                "new": 4,
+            },
+        ),
+        limit=240.0,
+        sources=MODEL,
+        alone=True,
     ),
     Part(
         name="ways",
