@@ -28,6 +28,8 @@ KERNELS = (
     "add_norm",
     "multiply_codes_8",
     "multiply_codes_4",
+    "multiply_codes_dot_8",
+    "multiply_codes_dot_4",
     "replace_rows",
     "evict_rows",
     "flash",
@@ -210,6 +212,9 @@ def arguments(case):
             return pallas_kernels.gather_kept_entries, (whole, whole, of((batch, pool), i32))
         case "multiply_codes_8" | "multiply_codes_4":
             return linear_arguments(heads, dtype, bits=int(case.kernel[-1]))
+        case "multiply_codes_dot_8" | "multiply_codes_dot_4":
+            by = pallas_kernels.multiply_codes_by_tensor_cores
+            return linear_arguments(heads, dtype, bits=int(case.kernel[-1]), vectors=16, by=by)
         case "add_norm" | "replace_rows" | "evict_rows":
             return step_arguments(case.kernel, heads, dtype, batch=batch, pool=pool)
         case "flash":
@@ -231,21 +236,15 @@ def arguments(case):
     raise ValueError(case.kernel)
 
 
-def linear_arguments(heads, dtype, *, bits):
-    """The output map of a model, of one vector, in 8 or 4 bits."""
+def linear_arguments(heads, dtype, *, bits, vectors=1, by=pallas_kernels.multiply_codes):
+    """The output map of a model, of one vector or more, in 8 or 4 bits."""
     of, width = jax.ShapeDtypeStruct, -(-heads.kv_heads * heads.group * heads.dim // 32) * 32
+    x = of((vectors, width), dtype)
     if bits == 8:
-        beside = (of((width,), jnp.float32),)
-        return pallas_kernels.multiply_codes, (
-            of((1, width), dtype),
-            of((width, width), jnp.int8),
-            *beside,
-        )
+        return by, (x, of((width, width), jnp.int8), of((width,), jnp.float32))
     group = of((width, width // 32), jnp.float16)
-    given = (of((1, width), dtype), of((width, width // 2), jnp.uint8), group, group)
-    return lambda x, codes, *of_groups: pallas_kernels.multiply_codes(
-        x, codes, None, *of_groups
-    ), given
+    given = (x, of((width, width // 2), jnp.uint8), group, group)
+    return lambda x, codes, *of_groups: by(x, codes, None, *of_groups), given
 
 
 def stored(store, batch, pool, dim):

@@ -234,9 +234,9 @@ def causal(q, k, v, tokens, ours):
 
 
 def linear(case, dtype):
-    """Products of one vector with a weight in 8 and in 4 bits, of more outputs than whole tiles."""
+    """Products of one vector, and of five, with a weight in 8 and in 4 bits, of more outputs than whole tiles."""
     width, found = 32 * case["dim"], {}
-    x, rng = random(30, (1, width), dtype), np.random.default_rng(1)
+    x, rng = random(30, (5, width), dtype), np.random.default_rng(1)
     for bits in (8, 4):
         held = rng.integers(0, 256, (70, width * bits // 8)).astype(np.uint8)
         if bits == 8:
@@ -251,8 +251,10 @@ def linear(case, dtype):
                 70, width
             )
         given = [None if each is None else jnp.asarray(each) for each in given]
-        ours = pallas_kernels.multiply_codes(x, *given, interpret=INTERPRET).sum(axis=0)
-        found[f"linear {bits} bits"] = error(ours, wide(x) @ weight.T)
+        several = pallas_kernels.multiply_codes_by_tensor_cores
+        for by, these, name in ((pallas_kernels.multiply_codes, x[:1], ""), (several, x, " dot")):
+            ours = by(these, *given, interpret=INTERPRET).sum(axis=0)
+            found[f"linear {bits} bits{name}"] = error(ours, wide(these) @ weight.T)
     return found
 
 

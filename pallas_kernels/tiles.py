@@ -88,6 +88,21 @@ class LinearTiles:
     launch: LaunchParameters = LaunchParameters(warps=4, stages=1)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearDotTiles:
+    """Block sizes and launch parameters of products of several vectors with codes on tensor cores; not yet measured.
+
+    Attributes:
+        outputs: outputs per program; a power of two, at least 16.
+        bytes: bytes of codes read of each output at a time; a power of two, at least 16.
+        launch: launch of the kernel.
+    """
+
+    outputs: int = 64
+    bytes: int = 64
+    launch: LaunchParameters = LaunchParameters(warps=4, stages=4)
+
+
 def choose_decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> DecodeTiles:
     """Return the `DecodeTiles` for a head dim, bytes per element (mean of keys and values) and the local GPU.
 

@@ -72,10 +72,34 @@ def test_other_tiles_give_the_same(bits, tiles):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_lowers_for_a_gpu(bits):
+@pytest.mark.parametrize(
+    ("outputs", "width", "vectors", "dtype"),
+    [
+        (64, 1024, 2, "bfloat16"),
+        (70, 96, 16, "float16"),
+        (130, 1056, 5, "bfloat16"),
+        (5, 32, 3, "float16"),
+    ],
+)
+def test_products_of_several_vectors_on_tensor_cores(outputs, width, bits, vectors, dtype):
+    """Weights and vectors are rounded to float16 at most, sums are float32; large and tiny vectors keep their scale."""
+    (x,) = draw(1, (vectors, width), dtype=jnp.dtype(dtype))
+    x = x * jnp.asarray([[1.0], [3e3], *[[1e-5]] * vectors], x.dtype)[:vectors]
+    given, whole = weight_of(2, outputs, width, bits)
+    parts = pallas_kernels.multiply_codes_by_tensor_cores(x, *given, interpret=True)
+    assert parts.dtype == jnp.float32 and parts.shape[1:] == (vectors, outputs)
+    want = wide(x) @ whole.T
+    # A vector's own scale: that of others says nothing.
+    off = np.abs(wide(parts).sum(axis=0) - want).max(axis=1)
+    assert (off <= (5e-6 if bits == 8 else 5e-4) * np.abs(want).max(axis=1)).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_lowers_for_a_gpu(bits, several):
     """As far as a machine without a GPU's compiler goes: the PTX that joins bytes and floats is there."""
-    x, given = jnp.ones((1, 1024), jnp.bfloat16), weight_of(0, 64, 1024, bits)[0]
-    text = (
-        pallas_kernels.multiply_codes.trace(x, *given).lower(lowering_platforms=("cuda",)).as_text()
-    )
+    x, given = jnp.ones((1 + several, 1024), jnp.bfloat16), weight_of(0, 64, 1024, bits)[0]
+    one = pallas_kernels.multiply_codes
+    by = pallas_kernels.multiply_codes_by_tensor_cores if several else one
+    text = by.trace(x, *given).lower(lowering_platforms=("cuda",)).as_text()
     assert "multiply_codes" in text and "custom_call" in text

@@ -19,6 +19,8 @@ Vectors = Float[Array, "*rows E"]
 # Split-K for GPUs of about a hundred multiprocessors: maximum rows (one tile) of a product that is split; outputs over
 # all parts at which splitting stops; maximum number of parts; minimum elements per partial sum.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
+# Maximum vectors of the kernel that multiplies codes on tensor cores.
+_MOST_CODED_VECTORS = 16
 
 
 def make_empty_parameter(*shape: int, dtype: jnp.dtype) -> nnx.Param:
@@ -157,14 +159,15 @@ def _multiply_split_k_by_xla(
 
 
 def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
-    """True for one vector and supported codes, unless on GPUs before Ampere; only CUDA runs the kernel.
+    """True for one vector, or up to 16 in 16 bits, and supported codes, unless on GPUs before Ampere.
 
-    On an H200 the kernel, which does not use tensor cores, took 80 us for one vector and 289 for four; bfloat16 weights
-    took 113.
+    Only CUDA runs the kernels. On an H200 that for one vector took 80 us where bfloat16 weights took 113; that for
+    several, on tensor cores, has not run on a GPU.
     """
     major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
+    several = x.dtype.itemsize == 2 and x.shape[0] <= _MOST_CODED_VECTORS
     return (
-        x.shape[0] == 1
+        (x.shape[0] == 1 or several)
         and weight.supports_quantised_kernel
         and not (major.isdecimal() and int(major) < 8)
     )
@@ -181,7 +184,9 @@ def _multiply_by_codes(
         flat = jax.tree.map(
             lambda leaf: leaf.reshape(-1, *leaf.shape[len(weight.output_shape) :]), weight
         )
-        parts = pallas_kernels.multiply_codes(x, *flat)
+        one = pallas_kernels.multiply_codes
+        by = one if x.shape[0] == 1 else pallas_kernels.multiply_codes_by_tensor_cores
+        parts = by(x, *flat)
         return parts if split else parts.sum(axis=0, keepdims=True)
 
     # Both results have the kernel's shape.
