@@ -60,9 +60,11 @@ def multiply_codes_by_tensor_cores(
     wide = jnp.pad(x.astype(jnp.float32), ((0, MOST_VECTORS - vectors), (0, 0)))
     _, exponent = jnp.frexp(jnp.abs(wide).max(axis=1, keepdims=True))
     half = jnp.ldexp(wide, -exponent).astype(jnp.float16)
-    # In 4 bits the first and the last 16 elements of all groups, which the two codes of a byte multiply.
-    groups = half.reshape(MOST_VECTORS, -1, 2, _GROUP // 2)
-    halves = [groups[:, :, at].reshape(MOST_VECTORS, -1) for at in (0, 1)] if narrow else [half]
+    halves = [half]
+    if narrow:
+        # The first and the last 16 elements of all groups, which the two codes of a byte multiply.
+        groups = half.reshape(MOST_VECTORS, -1, 2, _GROUP // 2)
+        halves = [groups[:, :, at].reshape(MOST_VECTORS, -1) for at in (0, 1)]
     blocks = -(-row_bytes // block)
     parts = _choose_split_k(-(-outputs // tile), blocks)
     steps = blocks // parts

@@ -12,6 +12,7 @@ from policy_table import TABLE
 import jaxkv
 from jaxkv.engine import grouped_decode, spec
 from jaxkv.models.values import LayerSpec
+from jaxkv.policies import CustomPolicy, EntropyLayers, LastAttention
 
 TWO = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
 THREE = dataclasses.replace(TWO, layers=3)
@@ -24,6 +25,8 @@ MORE = {
     "every": jaxkv.SnapKV(budget=BUDGET, window=4, every=3),
     "omnikv": jaxkv.OmniKV(filter_layers=(0, 1), adjacent=0, budget=BUDGET),
     "quest": jaxkv.Quest(budget=48, dense_layers=1),
+    # The scores of all layers decay in one pool: steps run the loop.
+    "shared": CustomPolicy(budget=32, scorer=LastAttention(), layers=EntropyLayers(), every=3),
 }
 
 
@@ -69,10 +72,12 @@ def grouped(request, monkeypatch):
 
 @pytest.mark.parametrize("grouped", [2], indirect=True)
 @pytest.mark.parametrize("name", [*ROWS, *MORE])
-def test_groups_of_layers_give_what_the_loop_gives(name, grouped):
+def test_groups_of_layers_give_what_the_loop_gives(name, grouped, monkeypatch):
     policy = (ROWS | MORE)[name]
     cache, tokens = answers(THREE, policy, ANSWER)
-    other, expected = answers(THREE, policy, LONG)
+    # Questions, too.
+    monkeypatch.setattr(spec, "_GROUPED_LAYERS", 9)
+    other, expected = answers(THREE, policy, ANSWER)
     np.testing.assert_array_equal(tokens, expected)
     assert tiny.kept(cache) == tiny.kept(other)
     np.testing.assert_allclose(cache.logits, other.logits, atol=1e-4)

@@ -25,7 +25,13 @@ from jaxkv.checkpoints import open_checkpoint
 from jaxkv.cli import main
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
-from jaxkv.models.layers import get_float_weight, multiply_split_k, uses_quantised_kernel
+from jaxkv.models.layers import (
+    get_float_weight,
+    get_stored_weight,
+    multiply_by_weight,
+    multiply_split_k,
+    uses_quantised_kernel,
+)
 from jaxkv.models.sources import map_parameter_sources
 from jaxkv.models.stored import StoredWeight
 from jaxkv.models.weights import quantise_to_int4, quantise_to_int8
@@ -330,14 +336,16 @@ def test_kernels_multiply_codes():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """What is chosen for an NVIDIA GPU runs here, its kernel interpreted; counts its calls by the number of vectors."""
-    kernel, calls = pallas_kernels.multiply_codes, collections.Counter()
+    """What is chosen for an NVIDIA GPU runs here, its kernels interpreted; counts their calls by number of vectors."""
+    calls = collections.Counter()
+    for name in ("multiply_codes", "multiply_codes_by_tensor_cores"):
 
-    def interpreted(x, *weight):
-        calls[x.shape[0]] += 1
-        return kernel(x, *weight, interpret=True)
+        def interpreted(kernel, x, *weight):
+            calls[x.shape[0]] += 1
+            return kernel(x, *weight, interpret=True)
 
-    monkeypatch.setattr(pallas_kernels, "multiply_codes", interpreted)
+        kernel = getattr(pallas_kernels, name)
+        monkeypatch.setattr(pallas_kernels, name, functools.partial(interpreted, kernel))
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, cuda, default: cuda(*given))
     jax.clear_caches()
     yield calls
@@ -356,7 +364,21 @@ def test_one_vector_is_multiplied_by_codes_as_they_are_stored(as_on_a_gpu, bits)
     assert ours[0].tokens.tolist() == theirs[0].tokens.tolist()
 
 
-def test_larger_batches_widen_codes(as_on_a_gpu):
+@pytest.mark.parametrize("vectors", [2, 8, 16])
+@pytest.mark.parametrize("bits", ORACLES)
+def test_several_vectors_in_16_bits_are_multiplied_by_codes(as_on_a_gpu, bits, vectors):
+    block = loaded("llama_gqa8", bits).decoder.blocks[0].mlp
+    weight = get_stored_weight(block, "down")
+    width = weight.dequantise_to_float32().shape[-1]
+    x = jax.random.normal(jax.random.key(0), (vectors, width)).astype("bfloat16")
+    out, parts = multiply_by_weight(x, weight, wide=True), multiply_split_k(x, weight)
+    want = np.asarray(x, np.float64) @ np.asarray(weight.dequantise_to_float32(), np.float64).T
+    assert set(as_on_a_gpu) == {vectors}
+    for ours in (out, parts.sum(axis=0)):
+        np.testing.assert_allclose(ours, want, atol=1e-3 * np.abs(want).max())
+
+
+def test_larger_batches_and_float32_widen_codes(as_on_a_gpu):
     jaxkv.generate(loaded("llama_gqa8", "int4"), ROWS, max_new_tokens=4, stop_at_eos=False)
     assert not as_on_a_gpu
 
@@ -364,9 +386,10 @@ def test_larger_batches_widen_codes(as_on_a_gpu):
 def test_gpus_that_triton_does_not_compile_for_widen_codes(monkeypatch):
     """Below compute capability 8.0 one vector, too, is multiplied by XLA; no vectors are nowhere a product of codes."""
     weight = StoredWeight(jax.numpy.ones((3, 32), jax.numpy.int8), scale=jax.numpy.ones(3))
-    assert uses_quantised_kernel(jax.numpy.ones((1, 32)), weight) and not uses_quantised_kernel(
-        jax.numpy.ones((2, 32)), weight
-    )
+    assert uses_quantised_kernel(jax.numpy.ones((1, 32)), weight)
+    for vectors, dtype, by_kernel in ((2, "float32", 0), (16, "bfloat16", 1), (17, "bfloat16", 0)):
+        x = jax.numpy.ones((vectors, 32), dtype)
+        assert uses_quantised_kernel(x, weight) == by_kernel
     assert not uses_quantised_kernel(
         jax.numpy.ones((1, 32)), StoredWeight(jax.numpy.ones((3, 32)))
     ) and multiply_split_k(jax.numpy.ones((0, 32)), weight).shape[1:] == (0, 3)

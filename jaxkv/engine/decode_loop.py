@@ -40,7 +40,7 @@ class DecodeLoop:
         new: int,
         traffic: TransferCounter,
     ):
-        """Take over a cache with logits (donated), and compile the loop for up to `new` tokens.
+        """Take over a cache with logits (donated), and compile any loop for up to `new` tokens.
 
         No sequence may be due for recompression. `eos` are the ids that end a sequence. `key` is for sampling, and for
         policies that use random numbers in recompression. `traffic` counts transfers from host memory.
@@ -59,7 +59,7 @@ class DecodeLoop:
         self._decode = partial(token_loop.decode, spec=spec, sampling=sampling, size=self.size)
         self._taken_back, self._cache = False, cache
         self._loader = HostStoreLoader.create_host_loader(cache.host_store, traffic)
-        # A run of 0 steps compiles the loop and changes nothing.
+        # A run of 0 steps compiles a loop and changes nothing.
         self._run_sampling_steps(0)
         self._fit = count_steps_until_full(self._cache)
 

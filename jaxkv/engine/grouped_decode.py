@@ -5,6 +5,7 @@ On a CPU a program of all layers takes seconds to compile, and runs hardly faste
 
 import dataclasses
 from functools import lru_cache
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +26,17 @@ from jaxkv.sharding.sharded_program import sharded_jit
 _GROUP_SIZES = (6, 5, 7, 4)
 
 
-@lru_cache(maxsize=64)
-def split_into_equal_groups(
-    spec: DecodeSpec, tokens: int
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Split the layers of a step of `tokens` tokens into groups; return pairs of layers: a group, the first equal one.
+class EqualLayers(NamedTuple):
+    """Indices of consecutive `layers`, the same as an array (`indices`), and those of the `first` group equal to it."""
 
-    Equal groups share the program of the first one.
-    """
+    layers: tuple[int, ...]
+    indices: Int[np.ndarray, " n"]
+    first: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def split_into_equal_groups(spec: DecodeSpec, tokens: int) -> tuple[EqualLayers, ...]:
+    """Split the layers of a step of `tokens` tokens into `EqualLayers`; equal groups share the program of the first."""
     count = spec.config.layers
     size = next((size for size in _GROUP_SIZES if count % size == 0), _GROUP_SIZES[0])
     first_of: dict[tuple, tuple[int, ...]] = {}
@@ -48,7 +52,12 @@ def split_into_equal_groups(
 
     groups = [tuple(range(at, min(at + size, count))) for at in range(0, count, size)]
     return tuple(
-        (group, first_of.setdefault(tuple(map(describe_layer, group)), group)) for group in groups
+        EqualLayers(
+            layers=group,
+            indices=np.asarray(group, np.int32),
+            first=first_of.setdefault(tuple(map(describe_layer, group)), group),
+        )
+        for group in groups
     )
 
 
@@ -119,7 +128,7 @@ def run_grouped_step(
     tables, state, graphs = cache.tables, cache.tables.state, spec.graphs
     x, chosen = embed_tokens(flat.ends, tokens, graphs=graphs), None
     pools, blocks, parts = list(cache.pools), spec.collect_block_leaves(flat), []
-    for group, first in split_into_equal_groups(spec, tokens.shape[1]):
+    for group, indices, first in split_into_equal_groups(spec, tokens.shape[1]):
         own = sorted({spec.layout.get_pool_index(layer) for layer in group})
         held = tables
         if state is not None:
@@ -132,7 +141,7 @@ def run_grouped_step(
             tuple(pools[at] for at in own),
             tuple(blocks[layer] for layer in group),
             held,
-            np.asarray(group, np.int32),
+            indices,
             x,
             count,
             chosen,

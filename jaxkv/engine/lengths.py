@@ -24,7 +24,7 @@ _OCTAVE_FROM = 1024
 QUERY_BLOCK = 256
 # Number of tokens, of all prompts together, per block of the projections and the MLP in a GPU's prefill.
 _TOKENS_AT_ONCE = 2048
-# Maximum number of tokens sampled by one call of the compiled loop, or run in one chunk on top of a cache.
+# Maximum number of tokens sampled by one call of the token loop, or run in one chunk on top of a cache.
 BLOCK = 256
 # Questions on top of a cache are padded to at least this many tokens, so that short ones share programs.
 SHORT = 64

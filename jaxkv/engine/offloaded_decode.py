@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -20,6 +19,7 @@ from jaxkv.cache.pools import EntryPool
 from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.layers.binding import make_cache_layer
 from jaxkv.engine.layers.blocks import BlockInputs, QueryBuffer, run_blocks
+from jaxkv.engine.layers.run import select_last_tokens
 from jaxkv.engine.layers.step import StepState
 from jaxkv.engine.residual import ResidualStream
 from jaxkv.engine.sparse import SelectedPositions, create_new_tokens, select_positions
@@ -87,9 +87,9 @@ def _compute_last_logits(
     graphs: DecoderGraphs,
 ) -> tuple[Float[Array, "B V"], Int[Array, " B"], Int[Array, "L B K"]]:
     """Compiled: return logits after each sequence's last valid token, and new `seen` and `length` tables."""
-    x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    last = select_last_tokens(x, count)[:, 0]
     return (
-        graphs.rebuild_embedding_and_head(ends).compute_logits(x[:, 0]),
+        graphs.rebuild_embedding_and_head(ends).compute_logits(last),
         tables.seen + count,
         tables.length + count[:, None],
     )

@@ -25,6 +25,7 @@ from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.policies.gates import Gate
+from jaxkv.policies.layer_budgets import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.reads import WHOLE
@@ -166,15 +167,21 @@ def create_cache_spec(
 ) -> DecodeSpec:
     """Return the `DecodeSpec` of the programs that decode on a given cache, from the cache's static fields.
 
-    `new` is that of `create_decode_spec`.
+    `new` is the maximum number of tokens of the answer, 0 for a question; with it, steps may run in groups of layers.
     """
+    parts = cache.policy.composed
+    grouped = (
+        new is not None
+        and cache.host_store is None
+        and runs_in_layer_groups(flat, parts, implementation, new)
+    )
     return create_decode_spec(
         flat,
-        cache.policy.composed,
+        parts,
         padded_len=cache.padded_len,
         extended=cache.extended,
         implementation=implementation,
-        new=new,
+        grouped=grouped,
     )
 
 
@@ -185,12 +192,12 @@ def create_decode_spec(
     padded_len: int,
     extended: bool = False,
     implementation: Implementation = Implementation.XLA,
-    new: int | None = None,
+    grouped: bool = False,
 ) -> DecodeSpec:
     """Return the `DecodeSpec`, static config of decode programs, for a model, a policy's parts, bucket `padded_len`.
 
-    With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`). `new` is the
-    maximum number of tokens of the answer, 0 for questions; None for programs of all layers.
+    With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`). With
+    `grouped`, steps run in groups of layers.
     """
     ongoing, most = parts.decoding_compression, None
     reading = parts.build_read_config(flat.config.sliding_windows, padded_len)
@@ -208,27 +215,30 @@ def create_decode_spec(
         fused=parts.store.supports_kernels(
             get_attention_backend(implementation).can.steps, flat.config.head_dim
         ),
-        grouped=runs_in_layer_groups(flat, parts, implementation, new),
+        grouped=grouped,
         dtype=flat.ends[0].dtype,
     )
 
 
 def runs_in_layer_groups(
-    flat: SplitDecoder, parts: Parts, implementation: Implementation, new: int | None
+    flat: SplitDecoder, parts: Parts, implementation: Implementation, new: int
 ) -> bool:
     """Return True if answers of `new` tokens run programs of layer groups: short ones of deep models on a CPU.
 
-    Not on a mesh, and not if eviction looks at all layers at once.
+    Not on a mesh, and only if layers have equal budgets, or share a pool in which they only append: groups of unequal
+    layers would share no program, and each group would evict or decay in the whole pool.
     """
-    leaf = flat.ends[0]
-    if new is None or new > _SHORT_ANSWER or flat.config.layers < _GROUPED_LAYERS:
+    leaf, decoding = flat.ends[0], parts.decoding_compression
+    if new > _SHORT_ANSWER or flat.config.layers < _GROUPED_LAYERS:
         return False
     if implementation is not Implementation.XLA or flat.axes is not None:
         return False
-    if parts.cache_layout.uses_shared_pool and parts.decoding_compression.evicts:
-        return False
+    if parts.cache_layout.uses_shared_pool:
+        alike = not (decoding.evicts or decoding.updates_scores)
+    else:
+        alike = not parts.compresses_prompts or isinstance(parts.layers, UniformLayers)
     placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return placed and next(iter(leaf.devices())).platform == "cpu"
+    return alike and placed and next(iter(leaf.devices())).platform == "cpu"
 
 
 def select_implementations(

@@ -1,4 +1,4 @@
-"""Token loop: compiled over decode steps, or in Python for caches with entries in host memory."""
+"""Token loop: compiled over decode steps, or in Python over programs of groups of layers."""
 
 import dataclasses
 import os
@@ -24,7 +24,6 @@ from jaxkv.sharding.mesh import (
     copy_to_host,
     is_inside_shard_map,
     place_dataclass_on_mesh,
-    place_host_array,
 )
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -195,13 +194,12 @@ def decode(
         0,
         copy_to_host(sampling_state.done),
     )
-    step = partial(run_sampled_step, flat, spec=spec, sampling=sampling)
-    if steps == 0:
-        # Compile with a step that adds no token.
-        spare = loader and dataclasses.replace(loader, traffic=TransferCounter())
-        stopped = dataclasses.replace(
-            sampling_state, done=place_host_array(np.ones_like(ended), "B", flat.axes)
-        )
+    numbers = convert_sampler_to_pytree(sampling)
+    step = partial(_run_sampled_step, flat, spec=spec, sampling=numbers)
+    if steps == 0 and loader is not None:
+        # Compile with a step that adds no token. Groups of layers compile soon enough in the first step.
+        spare = dataclasses.replace(loader, traffic=TransferCounter())
+        stopped = dataclasses.replace(sampling_state, done=sampling_state.done | True)
         cache, *_ = step(cache, stopped, loader=spare)
         jax.block_until_ready(cache)
     while ran < int(steps) and ended.sum() <= idle:
@@ -212,18 +210,18 @@ def decode(
     return cache, sampling_state, jnp.asarray(out), jnp.int32(ran)
 
 
-def run_sampled_step(
+def _run_sampled_step(
     flat: SplitDecoder,
     cache: CacheArrays,
     sampling_state: SamplingState,
     *,
     spec: DecodeSpec,
-    sampling: Sampler,
-    loader: HostStoreLoader | None = None,
+    sampling: Any,
+    loader: HostStoreLoader | None,
 ) -> tuple[CacheArrays, SamplingState, SampledTokens]:
     """Sample one token per sequence and run it by compiled programs; return cache (donated), state, the tokens."""
-    numbers, axes = convert_sampler_to_pytree(sampling), flat.axes
-    new = run_sampling_step(sampling_state, cache.tables.seen, numbers, axes=axes)
+    axes = flat.axes
+    new = run_sampling_step(sampling_state, cache.tables.seen, sampling, axes=axes)
     logits, cache = run_new_tokens(
         flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader
     )

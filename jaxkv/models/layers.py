@@ -165,7 +165,7 @@ def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
     several, on tensor cores, has not run on a GPU.
     """
     major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
-    several = x.dtype.itemsize == 2 and x.shape[0] <= _MOST_CODED_VECTORS
+    several = x.dtype.itemsize == 2 and 1 < x.shape[0] <= _MOST_CODED_VECTORS
     return (
         (x.shape[0] == 1 or several)
         and weight.supports_quantised_kernel

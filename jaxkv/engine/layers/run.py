@@ -34,7 +34,7 @@ def run_layers(
         cache: pools, tables and query buffers of these layers alone, before the step.
         stream: hidden states below the first layer.
         step: new tokens, and the selection of the last filter layer below.
-        layers: indices of the layers.
+        layers: indices of the layers, or of layers with equal code, whose program these share.
         spec: static config.
 
     Returns:
