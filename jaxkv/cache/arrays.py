@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,6 +74,34 @@ class SegmentTables:
             for _, logical_axes, leaf in list_leaves_with_axes(self)
         ]
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
+
+    @property
+    def query_buffers(self) -> tuple[Float[Array, "B K G R D"], ...]:
+        """Query buffers of the policy's state, in the order of layers; empty without a state."""
+        return () if self.state is None else self.state.query_buffers
+
+    def replace_query_buffers(
+        self, buffers: Sequence[Float[Array, "B K G R D"]]
+    ) -> "SegmentTables":
+        """Return the tables with other query buffers in the policy's state; the same tables without a state."""
+        if self.state is None:
+            return self
+        state = dataclasses.replace(self.state, query_buffers=tuple(buffers))
+        return dataclasses.replace(self, state=state)
+
+    def join_layer_groups(self, parts: Sequence["SegmentTables"]) -> "SegmentTables":
+        """Return these tables with lengths, thresholds and query buffers of consecutive groups of all layers."""
+        length = jnp.concatenate([part.length for part in parts])
+        states = [part.state for part in parts if part.state is not None]
+        taus = [each.tau for each in states if each.tau is not None]
+        joined = dataclasses.replace(self, length=length).replace_query_buffers(
+            [each for part in parts for each in part.query_buffers]
+        )
+        if not taus or joined.state is None:
+            return joined
+        return dataclasses.replace(
+            joined, state=dataclasses.replace(joined.state, tau=jnp.concatenate(taus))
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,6 @@ import dataclasses
 from functools import lru_cache
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -99,19 +98,7 @@ def _finish_step(
     graphs: DecoderGraphs,
 ) -> tuple[Float[Array, "B V"], SegmentTables]:
     """Compiled: return logits after each sequence's last valid token, and all layers' tables from those of groups."""
-    state = tables.state
-    if state is not None:
-        states = [part.state for part in parts if part.state is not None]
-        buffers = tuple(each for part in states for each in part.query_buffers)
-        taus = [part.tau for part in states if part.tau is not None]
-        tau = jnp.concatenate(taus) if taus else None
-        state = dataclasses.replace(state, tau=tau, query_buffers=buffers)
-    tables = dataclasses.replace(
-        tables,
-        length=jnp.concatenate([part.length for part in parts]),
-        seen=tables.seen + count,
-        state=state,
-    )
+    tables = dataclasses.replace(tables.join_layer_groups(parts), seen=tables.seen + count)
     last = select_last_tokens(x, count)[:, 0]
     return graphs.rebuild_embedding_and_head(ends).compute_logits(last), tables
 
@@ -125,18 +112,15 @@ def run_grouped_step(
     spec: DecodeSpec,
 ) -> tuple[Float[Array, "B V"], CacheArrays]:
     """Run N new tokens per sequence, one program per group of layers; return last logits and cache; donate pools."""
-    tables, state, graphs = cache.tables, cache.tables.state, spec.graphs
+    tables, graphs = cache.tables, spec.graphs
     x, chosen = embed_tokens(flat.ends, tokens, graphs=graphs), None
     pools, blocks, parts = list(cache.pools), spec.collect_block_leaves(flat), []
     for group, indices, first in split_into_equal_groups(spec, tokens.shape[1]):
         own = sorted({spec.layout.get_pool_index(layer) for layer in group})
-        held = tables
-        if state is not None:
-            places = [spec.find_query_buffer_index(layer) for layer in group]
-            buffers = tuple(state.query_buffers[at] for at in places if at is not None)
-            held = dataclasses.replace(
-                tables, state=dataclasses.replace(state, query_buffers=buffers)
-            )
+        places = [spec.find_query_buffer_index(layer) for layer in group]
+        held = tables.replace_query_buffers(
+            [tables.query_buffers[at] for at in places if at is not None]
+        )
         x, chosen, after = run_grouped_layers(
             tuple(pools[at] for at in own),
             tuple(blocks[layer] for layer in group),

@@ -182,6 +182,7 @@ def decode(
             flat, cache, sampling_state, steps, sampling, idle, spec=spec
         )
         return _loop(*arguments, spec=spec, size=size)
+    step = partial(_run_sampled_step, flat, spec=spec, sampling=convert_sampler_to_pytree(sampling))
     if loader is not None:
         device = next(iter(cache.tables.seen.devices()))
         sampling_state = (
@@ -189,19 +190,17 @@ def decode(
             if flat.axes
             else jax.device_put(sampling_state, device)
         )
+        if steps == 0:
+            # Compile with a step that adds no token. Groups of layers compile soon enough in the first step.
+            spare = dataclasses.replace(loader, traffic=TransferCounter())
+            stopped = dataclasses.replace(sampling_state, done=sampling_state.done | True)
+            cache, *_ = step(cache, stopped, loader=spare)
+            jax.block_until_ready(cache)
     out, ran, ended = (
         np.full((len(sampling_state.done), size), -1, np.int32),
         0,
         copy_to_host(sampling_state.done),
     )
-    numbers = convert_sampler_to_pytree(sampling)
-    step = partial(_run_sampled_step, flat, spec=spec, sampling=numbers)
-    if steps == 0 and loader is not None:
-        # Compile with a step that adds no token. Groups of layers compile soon enough in the first step.
-        spare = dataclasses.replace(loader, traffic=TransferCounter())
-        stopped = dataclasses.replace(sampling_state, done=sampling_state.done | True)
-        cache, *_ = step(cache, stopped, loader=spare)
-        jax.block_until_ready(cache)
     while ran < int(steps) and ended.sum() <= idle:
         cache, sampling_state, new = step(cache, sampling_state, loader=loader)
         # Copy to the host only now, while the device runs the step.

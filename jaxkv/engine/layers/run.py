@@ -1,7 +1,5 @@
 """`run_layers`: consecutive layers of a decode step on their pools and tables, in one program or in several."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -47,7 +45,7 @@ def run_layers(
     turned = compute_step_angles(spec, kinds, step.new.positions, cache)
     parted = [spec.split_gate_leaves(leaves) for leaves in blocks]
     buffered = [layer for layer in layers if spec.find_query_buffer_index(layer) is not None]
-    buffers = {} if state is None else dict(zip(buffered, state.query_buffers, strict=True))
+    buffers = dict(zip(buffered, tables.query_buffers, strict=False))
 
     def make_block_inputs(index: int, block: DecoderBlock, pool: EntryPool) -> BlockInputs:
         """Return a layer's `BlockInputs` from the cache before the step; tables are sliced right before its block."""
@@ -78,12 +76,10 @@ def run_layers(
         for layer, (leaves, _) in zip(layers, parted, strict=True)
     )
     ran = run_blocks(decoder, spec, stream, step, pools, make_block_inputs)
-    if state is not None:
-        kept = tuple(each for each in ran.query_buffers if each is not None)
-        state = dataclasses.replace(state, query_buffers=kept)
+    tables = tables.replace_query_buffers([each for each in ran.query_buffers if each is not None])
     cache = cache.replace_arrays(
         pools=tuple(average_scores_over_devices(ran.pools, spec)),
-        state=state,
+        state=tables.state,
         length=tables.length + count[:, None],
         seen=tables.seen + count,
     )
