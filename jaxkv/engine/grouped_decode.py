@@ -22,7 +22,7 @@ from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.sharding.sharded_program import sharded_jit
 
 # Layers per group: the first of these numbers that divides a model's layers, else the first.
-_GROUP_SIZES = (6, 5, 7, 4)
+_GROUP_SIZES = (3, 4, 2)
 
 
 class EqualLayers(NamedTuple):
