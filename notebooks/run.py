@@ -1,4 +1,4 @@
-"""Runs a notebook and stores what its cells print and draw, without Jupyter: `make notebooks`.
+"""Runs a notebook and stores what its cells print and plot, without Jupyter: `make notebooks`.
 
 python notebooks/run.py notebooks/01_quickstart.ipynb                    replaces the outputs in the file
 python notebooks/run.py notebooks/01_quickstart.ipynb --out other.ipynb  writes another file
@@ -150,7 +150,7 @@ def main() -> None:
         "--out", type=Path, help="the file to write; by default the notebook itself"
     )
     options = parser.parse_args()
-    # Figures are drawn without a screen.
+    # Figures are made without a screen.
     os.environ["MPLBACKEND"] = "agg"
     stored(options.notebook, options.out or options.notebook)
 

@@ -19,13 +19,14 @@ from pallas_kernels._compat import (
     program_id,
     store,
 )
+from pallas_kernels.linear import choose_split_k
 from pallas_kernels.rows import make_whole_operand
-from pallas_kernels.tiles import LinearDotTiles, count_multiprocessors
+from pallas_kernels.tiles import LinearDotTiles
 
 # Maximum number of vectors, and that of elements in a group of 4-bit codes, whose halves share bytes.
 MOST_VECTORS, _GROUP = 16, 32
-# Target number of programs per multiprocessor, and maximum number of parts of a sum.
-_RESIDENT, _MOST_PARTS = 4, 8
+# Target number of programs per multiprocessor.
+_RESIDENT = 4
 
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
@@ -65,9 +66,8 @@ def multiply_codes_by_tensor_cores(
         # The first and the last 16 elements of all groups, which the two codes of a byte multiply.
         groups = half.reshape(MOST_VECTORS, -1, 2, _GROUP // 2)
         halves = [groups[:, :, at].reshape(MOST_VECTORS, -1) for at in (0, 1)]
-    blocks = -(-row_bytes // block)
-    parts = _choose_split_k(-(-outputs // tile), blocks)
-    steps = blocks // parts
+    parts = choose_split_k(-(-outputs // tile), row_bytes, block, resident=_RESIDENT)
+    steps = -(-row_bytes // (parts * block))
 
     # Blocks of a program (o, p): complete arrays; out [M, O] of part p; it writes tile columns.
     def kernel(refs):
@@ -129,15 +129,3 @@ def multiply_codes_by_tensor_cores(
         interpret=interpret,
     )["out"]
     return jnp.ldexp(out, exponent)[:, :vectors]
-
-
-def _choose_split_k(tiles, blocks):
-    """Return the number of split-K parts, a power of two up to 8: doubled while programs are few and blocks divide."""
-    parts = 1
-    while (
-        parts < _MOST_PARTS
-        and tiles * parts < count_multiprocessors() * _RESIDENT
-        and blocks % (2 * parts) == 0
-    ):
-        parts *= 2
-    return parts

@@ -1,11 +1,9 @@
 """The token loop is compiled in a thread while the prompt is read, and the caller finds it compiled."""
 
-import threading
-
-import jax
 import numpy as np
 import pytest
 import tiny
+from compiled_programs import CompiledPrograms
 
 import jaxkv
 
@@ -25,31 +23,12 @@ BY_PLAN = {
 }
 
 
-class Loops:
-    """Threads that compile the token loop, in order."""
-
-    def __init__(self):
-        self.threads = []
-
-    def __call__(self, event, duration_secs, fun_name="", **_):
-        if event.endswith("backend_compile_duration") and "_loop" in (fun_name or ""):
-            self.threads.append(threading.current_thread().name)
-
-    def __enter__(self):
-        jax.clear_caches()
-        jax.monitoring.register_event_duration_secs_listener(self)
-        return self
-
-    def __exit__(self, *_):
-        jax.monitoring.unregister_event_duration_listener(self)
-
-
 def answers(policy, **options):
     """Tokens of two prompts of unequal lengths, and who compiled the loop for them."""
     model, prompts = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(3, (50, 37))
-    with Loops() as loops:
+    with CompiledPrograms() as compiled:
         out = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=6, **options)
-    return model, prompts, [each.tokens.tolist() for each in out], loops.threads
+    return model, prompts, [each.tokens.tolist() for each in out], compiled.threads("_loop")
 
 
 @pytest.mark.parametrize("name", BY_PLAN)

@@ -1,12 +1,11 @@
 """On a CPU, questions and short answers run one program per group of layers: with the tokens and caches of the loop."""
 
 import dataclasses
-import threading
 
-import jax
 import numpy as np
 import pytest
 import tiny
+from compiled_programs import CompiledPrograms
 from policy_table import TABLE
 
 import jaxkv
@@ -28,27 +27,6 @@ MORE = {
     # The scores of all layers decay in one pool: steps run the loop.
     "shared": CustomPolicy(budget=32, scorer=LastAttention(), layers=EntropyLayers(), every=3),
 }
-
-
-class Programs:
-    """Names of the programs that are compiled while it is entered, in order, and the threads of groups."""
-
-    def __init__(self):
-        self.names, self.threads = [], set()
-
-    def __call__(self, event, duration_secs, fun_name="", **_):
-        if event.endswith("backend_compile_duration"):
-            self.names.append((fun_name or "").removeprefix("jit(").removesuffix(")"))
-            if self.names[-1] == "run_grouped_layers":
-                self.threads.add(threading.current_thread().name)
-
-    def __enter__(self):
-        jax.clear_caches()
-        jax.monitoring.register_event_duration_secs_listener(self)
-        return self
-
-    def __exit__(self, *_):
-        jax.monitoring.unregister_event_duration_listener(self)
 
 
 def answers(config, policy, new):
@@ -84,32 +62,31 @@ def test_groups_of_layers_give_what_the_loop_gives(name, grouped, monkeypatch):
 
 
 def test_equal_groups_share_one_program(grouped):
-    with Programs() as compiled:
+    with CompiledPrograms() as compiled:
         answers(TWO, jaxkv.SnapKV(budget=BUDGET, window=4), ANSWER)
     # One of the question's tokens, one of the answer's.
-    assert compiled.names.count("run_grouped_layers") == 2
-    assert "_loop" not in compiled.names
+    assert len(compiled.threads("run_grouped_layers")) == 2
+    assert not compiled.threads("_loop")
 
 
 @pytest.mark.parametrize("grouped", [2], indirect=True)
 def test_groups_of_windows_share_one_program_and_agree_with_the_loop(grouped):
     policy = jaxkv.SnapKV(budget=BUDGET, window=4)
-    with Programs() as compiled:
+    with CompiledPrograms() as compiled:
         cache, tokens = answers(WINDOWS, policy, ANSWER)
-    assert compiled.names.count("run_grouped_layers") == 2
+    assert len(compiled.threads("run_grouped_layers")) == 2
     other, expected = answers(WINDOWS, policy, LONG)
     np.testing.assert_array_equal(tokens, expected)
     assert tiny.kept(cache) == tiny.kept(other)
 
 
 def test_models_of_few_layers_run_the_loop():
-    with Programs() as compiled:
+    with CompiledPrograms() as compiled:
         answers(TWO, jaxkv.FullKV(), ANSWER)
-    assert "_loop" in compiled.names
+    assert compiled.threads("_loop")
 
 
 def test_no_thread_compiles_a_loop_for_a_short_answer(grouped):
-    with Programs() as compiled:
+    with CompiledPrograms() as compiled:
         jaxkv.generate(tiny.tiny(TWO), tiny.prompts(4, (52, 31)), max_new_tokens=6)
-    assert compiled.names.count("run_grouped_layers") == 1
-    assert compiled.threads == {"MainThread"}
+    assert compiled.threads("run_grouped_layers") == ["MainThread"]

@@ -53,7 +53,7 @@ def _shown(output: dict[str, Any]) -> str:
     """A stored output as Markdown: a picture, which the page then holds, or a block of text."""
     data = output.get("data", {"text/plain": output.get("text")})
     if "image/png" in data:
-        return f"![What the cell draws](data:image/png;base64,{''.join(data['image/png']).strip()})"
+        return f"![Output of the cell](data:image/png;base64,{''.join(data['image/png']).strip()})"
     return f"````text\n{''.join(data['text/plain']).rstrip()}\n````"
 
 

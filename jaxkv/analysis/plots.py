@@ -17,7 +17,7 @@ def draw_lines(
     up: str,
     log: str = "",
 ) -> None:
-    """Draw lines by name, with a legend, in one new panel of a matplotlib figure.
+    """Plot lines by name, with a legend, in one new panel of a matplotlib figure.
 
     Args:
         figure: matplotlib figure, such as `pyplot.figure(layout="constrained")`.
@@ -43,11 +43,11 @@ def draw_maps(
     label: str,
     most: int | float | None = None,
 ) -> None:
-    """Draw arrays by title as heat maps in a matplotlib figure, five a row, on one colour scale; NaN cells are empty.
+    """Plot arrays by title as heat maps in a matplotlib figure, five a row, on one colour scale; NaN cells are empty.
 
     Args:
         figure: matplotlib figure, such as `pyplot.figure(layout="constrained")`.
-        maps: arrays of two axes, by title; their rows are drawn from top to bottom.
+        maps: arrays of two axes, by title; their rows are shown from top to bottom.
         across: label of the arrays' columns.
         down: label of their rows.
         label: label of the colours.

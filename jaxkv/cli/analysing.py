@@ -29,7 +29,7 @@ class FindFilterLayersCommand(ModelOption):
         m: number of filter layers.
         most_whole: maximum number of layers that may read the whole cache (default: a quarter of all).
         json: print the layers and the map as JSON.
-        picture: draw the map to a file: .png, .svg or .pdf (needs jaxkv[plots]).
+        picture: plot the map to a file: .png, .svg or .pdf (needs jaxkv[plots]).
         save: write the layers to the manifest of the named model.
     """
 
@@ -42,7 +42,7 @@ class FindFilterLayersCommand(ModelOption):
     save: bool = False
 
     def run_command(self) -> None:
-        """Find and print a model's filter layers on texts; if requested, save them and draw a map of layers.
+        """Find and print a model's filter layers on texts; if requested, save them and plot a map of layers.
 
         If saving or drawing fails, the layers are already on stdout.
         """
@@ -75,7 +75,7 @@ class FindFilterLayersCommand(ModelOption):
 
 
 def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
-    """Draw the map of layers' attention shares on other layers' top tokens, with filter layers; return image bytes."""
+    """Plot the map of layers' attention shares on other layers' top tokens, with filter layers; return image bytes."""
     title = "share of attention on the top tokens"
     figure = make_figure(3.4, 2.9)
     draw_maps(

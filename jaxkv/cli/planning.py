@@ -70,7 +70,7 @@ class PlanCommand:
         serve: also plan an engine: slots that fit, and such prompts answered per hour.
         compare: compare policies, separated by commas, in a table with a row each; each with options: 'snapkv --store
             int8'.
-        plot: draw memory over context to a file: .png, .svg or .pdf (needs jaxkv[plots]).
+        plot: plot memory over context to a file: .png, .svg or .pdf (needs jaxkv[plots]).
         compile: also run XLA's compiler for these GPUs, which takes minutes.
         json: print JSON; a list with --compare.
     """
@@ -93,7 +93,7 @@ class PlanCommand:
     policy: PolicyArguments
 
     def run_command(self) -> None:
-        """Plan each policy's memory and speed; print text, a table or JSON, then draw the picture of `--plot`.
+        """Plan each policy's memory and speed; print text, a table or JSON, then make the picture of `--plot`.
 
         If writing the picture fails, the plans are already on stdout.
         """

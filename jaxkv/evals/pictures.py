@@ -16,7 +16,7 @@ _MOST_BINS = 25
 
 
 def draw_plots(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
-    """Draw all plots that an evaluation has numbers for; return image bytes by file name, in each format of `kinds`.
+    """Make all plots that an evaluation has numbers for; return image bytes by file name, in each format of `kinds`.
 
     Names are `scores`, `bytes`, `lengths` and `map`, and `curve_` with the name of each list of numbers in
     `SampleRecord.figures`.
