@@ -170,7 +170,8 @@ def decode(
     of entries in host memory. Ids are -1 after a sequence's end; the pools of `cache` are donated. A sampled token
     runs through the model before the next one is sampled: the cache holds all sampled tokens except those that end
     a sequence. Sampling stops early once more than `idle` sequences have ended, by default all. `steps`, at most
-    `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
+    `size`, and `idle` are not compiled in; 0 steps compile a loop, or what a `loader` needs,
+    and change nothing.
     """
     # On a mesh, the copies that fill up its groups have ended, too.
     many = sampling_state.done.shape[0] * (
