@@ -19,6 +19,8 @@ Vectors = Float[Array, "*rows E"]
 # Split-K for GPUs of about a hundred multiprocessors: maximum rows (one tile) of a product that is split; outputs over
 # all parts at which splitting stops; maximum number of parts; minimum elements per partial sum.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
+# Numbers of vectors for which a CPU multiplies the matrix by them, not them by the matrix.
+_FEW_VECTORS = range(2, 17)
 # Maximum vectors of the kernel that multiplies codes on tensor cores.
 _MOST_CODED_VECTORS = 16
 
@@ -133,8 +135,23 @@ def _multiply_by_xla(x: Float[Array, "n E"], weight: StoredWeight) -> Float[Arra
     """Multiply vectors by a weight with XLA; return float32 `[n, O]`."""
     x, weight = _delay_dequantisation(x, weight)
     matrix = weight.get_weight_matrix(x.dtype).reshape(-1, x.shape[-1])
-    out = lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if len(x) in _FEW_VECTORS:
+        ways = {"cpu": _multiply_swapped, "default": _multiply_by_rows}
+        out = lax.platform_dependent(x, matrix, **ways)
+    else:
+        out = _multiply_by_rows(x, matrix)
     return out if weight.scale is None else out * weight.scale.reshape(-1)
+
+
+def _multiply_by_rows(x: Float[Array, "n E"], matrix: Float[Array, "O E"]) -> Float[Array, "n O"]:
+    """Multiply vectors by the rows of a matrix; return float32 `[n, O]`."""
+    return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _multiply_swapped(x: Float[Array, "n E"], matrix: Float[Array, "O E"]) -> Float[Array, "n O"]:
+    """Multiply as `_multiply_by_rows`, the matrix first: XLA's product for CPUs copies its second operand."""
+    # Without the barrier XLA swaps them back.
+    return lax.optimization_barrier(_multiply_by_rows(matrix, x)).T
 
 
 def _multiply_split_k_by_xla(
