@@ -29,11 +29,6 @@ class SlotShape:
     new: int
 
     @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens of a prompt and its answer."""
-        return self.prompt + self.new
-
-    @property
     def longest_text(self) -> int:
         """Maximum number of tokens of a slot's text: prompt, question and answer, rounded up to a bucket."""
         return round_up_to_bucket(self.prompt + self.question + self.new)

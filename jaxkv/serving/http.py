@@ -83,7 +83,7 @@ def _make_model_object(service: ServerState, name: str) -> dict[str, Any]:
         "max_prompt_tokens": limits.prompt,
         "max_question_tokens": limits.question,
         "max_tokens": limits.new,
-        "max_model_len": limits.max_tokens,
+        "max_model_len": limits.prompt + limits.new,
     }
 
 
@@ -117,7 +117,7 @@ async def report_health(service: Served) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-@routes.get("/version", summary="The version of jaxkv")
+@routes.get("/version")
 async def report_version() -> dict[str, str]:
     """Return JSON with the version of jaxkv."""
     return {"version": metadata.version("jaxkv")}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.serving.errors import HttpError
-from jaxkv.serving.schemas import ChatBody, ChatPiece, Choice, Reply, Usage
+from jaxkv.serving.schemas import ChatBody, ChatPiece, Reply, Usage
 
 # Shapes of other APIs' answers and events: "$name" at the end of a text stands for a value, or for another shape.
 _FORMS = json.loads(Path(__file__).with_name("forms.json").read_text("utf-8"))
@@ -42,13 +42,12 @@ class TranslatingWriter(ReplyWriter):
         self._form = _FORMS[form]
         self._shapes = self._form | self._form["states"]["began"]
         self._values = {**vars(body), "number": 0, "text": ""}
-        self._end: Choice | None = None
+        self._end: Any = None
 
     def write_reply(self, reply: Reply) -> Any:
         """Return the API's object of an answer to a chat."""
-        choice: Any = reply.choices[0]
-        self._end = choice
-        self._values |= vars(reply) | {"text": choice.message["content"]}
+        self._end = reply.choices[0]
+        self._values |= vars(reply) | {"text": self._end.message["content"]}
         self._note_end(reply.usage)
         return self._fill_shape("$answer")
 
@@ -79,7 +78,7 @@ class TranslatingWriter(ReplyWriter):
 
     def _note_end(self, usage: Usage | None) -> None:
         """Note how the answer ended, with token counts, and the shapes of that state."""
-        assert usage is not None and self._end is not None
+        assert usage is not None
         met, cached = self._end.stop_reason, usage.prompt_tokens_details["cached_tokens"]
         state = self._end.finish_reason if met is None else "stop_string"
         self._shapes = self._form | self._form["states"][state]

@@ -50,7 +50,7 @@ def tokenize(body: TokenizeBody, request: HttpRequest, service: Served) -> dict[
     texts = decode_token_texts(ids, tokenizer).texts if body.return_token_strs else None
     return {
         "count": len(ids),
-        "max_model_len": engine.limits.max_tokens,
+        "max_model_len": engine.limits.prompt + engine.limits.new,
         "tokens": ids,
         "token_strs": texts,
     }
