@@ -137,6 +137,7 @@ def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch
         (["--slots", "many"], "--slots=many"),
         (["--port", "70000"], "--port=70000"),
         (["--api-key", "a b"], "without blanks"),
+        (["--api-keys", "nothing.txt"], "--api-keys=nothing.txt"),
         (["--host", "256.0.0.1"], "use another --host or --port"),
         (
             ["--also", "full --window 3"],

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import logging
 import os
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,14 @@ from jaxkv.cli.models import EngineOptions
 from jaxkv.cli.options import (
     ArgumentSpec,
     Count,
+    File,
     Name,
     parse_finite_float,
     parse_integer,
     parse_policy_list,
     pick_fields,
 )
-from jaxkv.cli.outputs import write_to_stderr
+from jaxkv.cli.outputs import read_text, write_to_stderr
 from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Policy
@@ -32,8 +35,9 @@ from jaxkv.serving.slot_memory import compute_memory_share, get_model_device
 from jaxkv.sharding.mesh_argument import make_mesh_from_text
 
 NOTES = """\
-The endpoints are OpenAI's /v1/models, /v1/completions and /v1/chat/completions, and /v1/documents, /health, /metrics,
-/openapi.json. At / is a page that compresses a document, shows its kept tokens, and answers questions on it.
+The endpoints are OpenAI's /v1/models, /v1/completions, /v1/chat/completions and /v1/responses, Anthropic's
+/v1/messages, vLLM's /tokenize and /detokenize, and /v1/documents, /health, /metrics, /version, /openapi.json. At / is
+a page that compresses a document, shows its kept tokens, and answers questions on it.
 SIGTERM or Ctrl-C answers the current requests and rejects new ones; the second signal stops immediately.
 
 examples:
@@ -62,6 +66,8 @@ class ServeCommand(EngineOptions):
         host: address to listen at; 0.0.0.0 for all interfaces.
         port: port to listen at; 0 for any free one.
         api_key: key that clients must send (default: JAXKV_API_KEY, if set).
+        api_keys: text file of further keys, one per line, as NAME:KEY or KEY; lines that begin with # are comments. A
+            document belongs to its key's name; only --api-key sees all documents.
         queue: maximum number of waiting requests.
         timeout: seconds until an answer must be complete.
         max_body_bytes: maximum bytes of the body of a request.
@@ -74,6 +80,7 @@ class ServeCommand(EngineOptions):
     host: Name = "127.0.0.1"
     port: Annotated[int, ArgumentSpec("N", partial(parse_integer, least=0, most=65535))] = 8000
     api_key: Annotated[str, ArgumentSpec("KEY")] | None = None
+    api_keys: File | None = None
     queue: Count = 256
     timeout: Annotated[float, ArgumentSpec("S", parse_finite_float)] = 600.0
     max_body_bytes: Count = 8 << 20
@@ -90,6 +97,7 @@ class ServeCommand(EngineOptions):
         policies |= parse_further_policies(self.also, policy, self.served_model_id)
         limits = RequestLimits(
             api_key=os.environ.get(_KEY) or None if self.api_key is None else self.api_key,
+            api_keys={} if self.api_keys is None else read_api_keys(self.api_keys),
             body_bytes=self.max_body_bytes,
             seconds=self.timeout,
             answers=min(64, self.queue),
@@ -129,6 +137,24 @@ class ServeCommand(EngineOptions):
             remove_temporary_files()
             # All requests have ended, and a running compilation cannot be interrupted.
             os._exit(130 if server.cut else 0)
+
+
+def read_api_keys(name: str) -> dict[str, str]:
+    """Read a file of API keys, one per line; return each key's public name: the text before ":", else a hash.
+
+    Warns about a file that other users can read. Raises ValueError without keys, OSError for an unreadable file.
+    """
+    found = dict[str, str]()
+    for line in read_text(name, "--api-keys").splitlines():
+        client, _, key = (part.strip() for part in line.rpartition(":"))
+        if key and not line.lstrip().startswith("#"):
+            found[key] = client or hashlib.sha256(key.encode()).hexdigest()[:8]
+    require(bool(found), "--api-keys", name, "no key: put one on each line")
+    if name != "-" and os.stat(os.path.expanduser(name)).st_mode & 0o044:
+        warnings.warn(
+            f"--api-keys={name}: other users can read it: run chmod 600 on it", stacklevel=2
+        )
+    return found
 
 
 def parse_further_policies(given: Iterable[str], first: Policy, model: str) -> dict[str, Policy]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import re
 import secrets
 import time
 import urllib.parse
@@ -15,7 +16,9 @@ from jaxkv.serving.errors import ClientDisconnected, HttpError, make_draining_er
 from jaxkv.serving.service import RequestRecord, ServerState
 
 LOG = logging.getLogger("jaxkv.serving")
-_QUIET = ("/health", "/metrics")
+_QUIET = ("/health", "/ping", "/metrics")
+# Paths besides /v1/ that need an API key.
+_GUARDED = ("/metrics", "/tokenize", "/detokenize")
 
 
 class AccessMiddleware:
@@ -25,11 +28,11 @@ class AccessMiddleware:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check an HTTP request; pass it on or answer an error; add `x-request-id`, count, log; other scopes pass."""
+        """Check an HTTP request; pass it on or answer an error; set `x-request-id`, count, log; other scopes pass."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record, service = RequestRecord(id=f"req-{secrets.token_hex(8)}"), self._service
+        record, service = RequestRecord(id=_choose_request_id(scope)), self._service
         scope["state"] = {**scope.get("state", {}), "record": record}
         works = scope["path"].startswith("/v1/") and scope["method"] not in ("GET", "HEAD")
 
@@ -41,13 +44,15 @@ class AccessMiddleware:
 
         service.active += works
         try:
-            self._check_admission(scope, works=works)
-            given = await self._read_body(scope, receive) if scope["method"] == "POST" else receive
+            self._check_admission(scope, record, works=works)
+            # Load balancers send POST /ping without a body.
+            reads = scope["method"] == "POST" and scope["path"] != "/ping"
+            given = await self._read_body(scope, receive) if reads else receive
             # Starlette answers an unexpected error and then raises it again.
             with contextlib.suppress(Exception):
                 await self._app(scope, given, noted)
         except HttpError as error:
-            await error.make_json_response()(scope, receive, noted)
+            await error.make_json_response(scope["path"])(scope, receive, noted)
         except ClientDisconnected:
             pass  # the client cannot be answered
         finally:
@@ -57,15 +62,25 @@ class AccessMiddleware:
             service.metrics.count_http_request(route, record.status)
             _log_request(scope, record)
 
-    def _check_admission(self, scope: Scope, *, works: bool) -> None:
-        """Raise `HttpError`: 401 on /v1/ and /metrics without the API key, 503 for new work while draining."""
-        key, path = self._service.limits.api_key, scope["path"]
-        if key is not None and (path.startswith("/v1/") or path == "/metrics"):
-            given = Headers(scope=scope).get("authorization", "")
-            if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode()):
+    def _check_admission(self, scope: Scope, record: RequestRecord, *, works: bool) -> None:
+        """Note the client's name; raise `HttpError` 401 without a needed API key, 503 for new work while draining."""
+        clients, path = self._service.limits.clients, scope["path"]
+        if clients and (path.startswith("/v1/") or path in _GUARDED):
+            headers = Headers(scope=scope)
+            given = headers.get("authorization", "")
+            if "x-api-key" in headers:
+                given = f"Bearer {headers['x-api-key']}"
+            # All keys are compared, so that the time tells nothing about them.
+            names = [
+                name
+                for key, name in clients.items()
+                if hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode())
+            ]
+            if not names:
                 message = "missing or wrong API key: send the header Authorization: Bearer KEY"
-                headers = {"WWW-Authenticate": "Bearer"}
-                raise HttpError(401, message, code="invalid_api_key", headers=headers)
+                wanted = {"WWW-Authenticate": "Bearer"}
+                raise HttpError(401, message, code="invalid_api_key", headers=wanted)
+            record.client = names[0]
         if works and self._service.draining:
             raise make_draining_error()
 
@@ -104,6 +119,12 @@ class AccessMiddleware:
             return next(whole, None) or await receive()
 
         return given
+
+
+def _choose_request_id(scope: Scope) -> str:
+    """Return the client's `x-request-id` if it is printable ASCII of at most 128 characters, else a new id."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if re.fullmatch("[ -~]{1,128}", given) else f"req-{secrets.token_hex(8)}"
 
 
 def _log_request(scope: Scope, record: RequestRecord) -> None:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from jaxkv.serving import submission
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.errors import ClientDisconnected
+from jaxkv.serving.reply_writers import ReplyWriter
 from jaxkv.serving.requests import Request
 from jaxkv.serving.schemas import (
     CHATS,
@@ -34,33 +35,35 @@ _FORM: Any = {"response_model": Reply, "response_model_exclude_unset": True}
 @routes.post(TEXTS, summary="Continue a text", **_FORM)
 async def complete_texts(body: TextBody, request: HttpRequest, service: Served) -> Any:
     """Answer POST /v1/completions: continue texts or lists of token ids; return the response or an event stream."""
-    return await _answer_body(service, request, body)
+    return await answer_body(service, request, body, ReplyWriter())
 
 
 @routes.post(CHATS, summary="Answer a chat", **_FORM)
 async def complete_chats(body: ChatBody, request: HttpRequest, service: Served) -> Any:
     """Answer POST /v1/chat/completions with the model's chat template; return the response or an event stream."""
     request.state.record.prompt = "messages"
-    return await _answer_body(service, request, body)
+    return await answer_body(service, request, body, ReplyWriter())
 
 
-async def _answer_body(
-    service: ServerState, request: HttpRequest, body: TextBody | ChatBody
+async def answer_body(
+    service: ServerState, request: HttpRequest, body: TextBody | ChatBody, writer: ReplyWriter
 ) -> Any:
-    """Submit the requests of a body; return the complete `Reply`, or an `EventStream` if the body requests a stream."""
+    """Submit the requests of a body; return what `writer` makes of the `Reply`, or an `EventStream` for a stream."""
     record: RequestRecord = request.state.record
-    record.model, document = service.resolve_model_and_document(body.model, body.document)
+    record.model, document = service.resolve_model_and_document(
+        body.model, body.document, record.client
+    )
     # In a thread, so that tokenizing a long prompt does not block other connections.
     requests = await run_in_threadpool(_submit_body, service, record.model, body, document)
     if body.stream:
-        events = _generate_events(service, record, body, requests, document)
+        events = _generate_events(service, record, body, requests, document, writer)
         return EventStream(events, record, requests)
     with submission.cancel_on_exit(requests):
         answers = asyncio.gather(*requests)
         completions = await submission.await_while_connected(request.receive, answers)
     reply = submission.make_complete_reply(body, record.model, requests, completions, document)
     _record_token_counts(service, record, requests, reply.usage)
-    return reply
+    return writer.write_reply(reply)
 
 
 def _record_token_counts(
@@ -71,7 +74,8 @@ def _record_token_counts(
         record.prompt_tokens, record.new_tokens = usage.prompt_tokens, usage.completion_tokens
     for each in requests:
         if each.stats is not None:
-            service.metrics.record_answer(record.model or service.name, each.stats)
+            reason = each.result().finish_reason
+            service.metrics.record_answer(record.model or service.name, each.stats, reason)
 
 
 def _submit_body(
@@ -112,6 +116,7 @@ async def _generate_events(
     body: TextBody | ChatBody,
     requests: list[Request],
     document: Document | None,
+    writer: ReplyWriter,
 ) -> AsyncIterator[bytes]:
     """Yield the answers' server-sent events as bytes, in sampling order; an error is sent as the last event."""
     chat, counted = isinstance(body, ChatBody), body.stream_options.include_usage
@@ -121,12 +126,11 @@ async def _generate_events(
     def make_chunk_event(choices: list[Any], usage: Usage | None = None) -> bytes:
         """Return an event's bytes: `choices`, and `usage` (token counts or null) only if the client requests it."""
         numbers: dict[str, Any] = {"usage": usage} if counted else {}
-        made = Reply(choices=choices, **head, **numbers)
-        return _format_sse_event(made.model_dump_json(exclude_unset=True).encode())
+        return writer.write_chunk(Reply(choices=choices, **head, **numbers))
 
-    def make_piece_event(at: int, delta: dict[str, str], reason: str | None = None) -> bytes:
-        """Return the bytes of an event with one piece of answer `at`: a text, a chat's role, or the finish reason."""
-        told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": reason}
+    def make_piece_event(at: int, delta: dict[str, str], **end: str | None) -> bytes:
+        """Return the bytes of an event with one piece of answer `at`: a text, a chat's role, or why it ended."""
+        told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": None, **end}
         if chat:
             return make_chunk_event([ChatPiece(delta=delta, **told)])
         return make_chunk_event([TextChoice(text=delta.get("content", ""), **told)])
@@ -142,18 +146,13 @@ async def _generate_events(
             if isinstance(found, str):
                 yield sent + make_piece_event(at, {"content": found})
             else:
-                yield sent + make_piece_event(at, {}, found.finish_reason)
+                end = {"finish_reason": found.finish_reason, "stop_reason": found.stop_reason}
+                yield sent + make_piece_event(at, {}, **end)
         usage = submission.count_usage_tokens(requests, body.n, document)
         _record_token_counts(service, record, requests, usage)
-        if counted:
-            yield make_chunk_event([], usage)
-        yield _format_sse_event(b"[DONE]")
+        counts = make_chunk_event([], usage) if counted else b""
+        yield counts + writer.write_end(usage)
     except Exception as error:  # noqa: BLE001 - every error is sent to the client
         failure = service.convert_and_record_error(error, record)
         record.status = failure.status
-        yield _format_sse_event(bytes(failure.make_json_response().body))
-
-
-def _format_sse_event(data: bytes) -> bytes:
-    """Return bytes of JSON as a server-sent event: "data: ", the bytes and a blank line."""
-    return b"data: " + data + b"\n\n"
+        yield writer.write_error(failure)

@@ -37,6 +37,7 @@ async def create_document(
         raw=body.raw,
         budget=body.budget,
         deadline=service.limits.seconds,
+        owner=record.client,
     )
     try:
         document = await await_while_connected(request.receive, await_future(future))
@@ -73,29 +74,30 @@ def _remove_abandoned_document(engine: Engine, ended: Future[Document]) -> None:
 
 
 @routes.get("", summary="List documents")
-def list_documents(service: Served) -> dict[str, Any]:
-    """Return a JSON list object with the document objects of all models, in order of their ids."""
+def list_documents(request: HttpRequest, service: Served) -> dict[str, Any]:
+    """Return a JSON list object with the client's document objects of all models, in order of their ids."""
     found = [
         make_document_object(each, model)
         for model, engine in service.models.items()
         for each in engine.documents.get_documents()
+        if each.is_visible_to(request.state.record.client)
     ]
     return {"object": "list", "data": sorted(found, key=lambda each: each["id"])}
 
 
 @routes.get("/{id}", summary="Describe a document")
-def describe_document(id: str, service: Served) -> dict[str, Any]:
+def describe_document(id: str, request: HttpRequest, service: Served) -> dict[str, Any]:
     """Return a document's JSON object: its model, token count, entries and bytes; 404 for an unknown id."""
-    model, document = service.find_model_and_document(id)
+    model, document = service.find_model_and_document(id, request.state.record.client)
     return make_document_object(document, model)
 
 
 @routes.get("/{id}/kept", summary="Show the kept tokens")
 def show_kept_tokens(
-    id: str, where: Annotated[KeptQuery, Query()], service: Served
+    id: str, where: Annotated[KeptQuery, Query()], request: HttpRequest, service: Served
 ) -> dict[str, Any]:
     """Return JSON of a document's token texts, and how many kv heads keep each: of all, or the URL's layer or head."""
-    model, document = service.find_model_and_document(id)
+    model, document = service.find_model_and_document(id, request.state.record.client)
     kept, session = document.kept, service.models[model].session
     (layers, heads, _), layer, head = kept.bits.shape, where.layer, where.head
     if layer is not None and layer >= layers:
@@ -124,8 +126,8 @@ def show_kept_tokens(
 
 
 @routes.delete("/{id}", summary="Delete a document")
-def delete_document(id: str, service: Served) -> dict[str, Any]:
+def delete_document(id: str, request: HttpRequest, service: Served) -> dict[str, Any]:
     """Remove a document from the device and the disk; return its id and `deleted`; 404 for an unknown id."""
-    model, document = service.find_model_and_document(id)
+    model, document = service.find_model_and_document(id, request.state.record.client)
     service.models[model].documents.remove_document(document.id)
     return {"id": document.id, "object": "document", "deleted": True}

@@ -50,6 +50,7 @@ class Document:
         full_nbytes: size of the entries of all of its tokens in an uncompressed cache, in bytes.
         kept: its token ids, and which kv heads of which layers keep the entry of each token.
         turn: turn of the conversation after it.
+        owner: name of the server's client that posted it; empty for none.
     """
 
     id: str
@@ -60,6 +61,11 @@ class Document:
     full_nbytes: int
     kept: KeptTokens = dataclasses.field(repr=False, compare=False)
     turn: ConversationState
+    owner: str = ""
+
+    def is_visible_to(self, client: str) -> bool:
+        """Return True if a client of the server may see the document: its owner, or a client without a name."""
+        return client in ("", self.owner)
 
 
 def _remove_folder(folder: Path, process: int) -> None:
@@ -126,7 +132,7 @@ class DocumentCacheStore:
                 raise UnknownDocument(f"document={name!r}: {told}")
             return self._known[name]
 
-    def add_document(self, cache: KVCache, ids: Sequence[int]) -> Document:
+    def add_document(self, cache: KVCache, ids: Sequence[int], owner: str = "") -> Document:
         """Store a cache, less headroom, as a new document, also on disk if the folder is a user's; return a `Document`.
 
         Other documents may be moved to disk.
@@ -141,6 +147,7 @@ class DocumentCacheStore:
             full_nbytes=cache.full_nbytes // cache.batch,
             kept=KeptTokens.from_cache(cache, ids),
             turn=cache.turn if isinstance(cache.turn, ConversationState) else cache.turn[0],
+            owner=owner,
         )
         if self._kept:
             self._write_document(made, tight)

@@ -330,8 +330,9 @@ class Engine:
         key: Any = None,
         budget: Any = None,
         deadline: Any = None,
+        owner: str = "",
     ) -> Future[Document]:
-        """Queue a document to compress, with the arguments of `document`; return a future of its `Document`."""
+        """Queue a document of `owner` to compress, with `document`'s arguments; return a future of its `Document`."""
         params, key, raw = (
             self.session.params,
             resolve_random_key(key, self.session.key),
@@ -354,6 +355,7 @@ class Engine:
             key=key,
             policy=apply_request_budget(budget, self.session.policy, None),
             deadline=compute_deadline(deadline),
+            owner=owner,
         )
         self._enqueue_work([reading])
         return reading.future

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxkv.serving.document_store import UnknownDocument, UnreadableDocument
 from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull
+from jaxkv.serving.schemas import MESSAGES
 
 # OpenAI's `type` of an error by status; other errors are "server_error" from 500 on, else "invalid_request_error".
 _KINDS = {
@@ -56,9 +57,16 @@ class HttpError(Exception):
         }
         return {"error": error}
 
-    def make_json_response(self) -> Response:
-        """Return the error as an HTTP response with its status, headers and JSON body."""
-        return JSONResponse(self.make_error_body(), self.status, self.headers)
+    def make_anthropic_error_body(self) -> dict[str, Any]:
+        """Return Anthropic's error object: {"type": "error", "error": {"type", "message"}}."""
+        error = self.make_error_body()["error"]
+        kind = error["type"].replace("server_error", "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+    def make_json_response(self, path: str = "") -> Response:
+        """Return the error as an HTTP response with status, headers and JSON body; the path selects the body's form."""
+        body = self.make_error_body() if path != MESSAGES else self.make_anthropic_error_body()
+        return JSONResponse(body, self.status, self.headers)
 
 
 def _replace_lone_surrogates(text: str) -> str:

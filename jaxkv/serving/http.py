@@ -1,6 +1,7 @@
 """`HttpApplication`: OpenAI's HTTP interface to engines, as a FastAPI application."""
 
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -10,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxkv._checks import format_non_default_fields
-from jaxkv.serving import completing, document_routes
+from jaxkv.serving import completing, document_routes, other_apis, tokenizing
 from jaxkv.serving.access import AccessMiddleware
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.errors import HttpError, make_draining_error
@@ -49,15 +50,16 @@ class HttpApplication(AccessMiddleware):
             responses={"default": {"model": ErrorBody, "description": "An error"}},
         )
         inner.state.service = self.service
-        for each in (routes, completing.routes, document_routes.routes):
-            inner.include_router(each)
+        for each in (completing, other_apis, document_routes, tokenizing):
+            inner.include_router(each.routes)
+        inner.include_router(routes)
         super().__init__(inner, self.service)
 
     async def _make_error_response(self, request: HttpRequest, error: Exception) -> Response:
-        """Convert a route's error to an HTTP response in OpenAI's form; record where an internal one was raised."""
+        """Convert a route's error to an HTTP response in its API's form; record where an internal one was raised."""
         return self.service.convert_and_record_error(
             error, request.state.record
-        ).make_json_response()
+        ).make_json_response(request.scope["path"])
 
 
 def _make_model_object(service: ServerState, name: str) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def _make_model_object(service: ServerState, name: str) -> dict[str, Any]:
         "max_prompt_tokens": limits.prompt,
         "max_question_tokens": limits.question,
         "max_tokens": limits.new,
+        "max_model_len": limits.prompt + limits.new,
     }
 
 
@@ -101,8 +104,10 @@ async def describe_model(id: str, service: Served) -> dict[str, Any]:
 
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health", summary="Whether requests are accepted")
+@routes.get("/ping")
+@routes.post("/ping")
 async def report_health(service: Served) -> dict[str, Any]:
-    """Answer GET /health: status 200, or 503 while the server drains or after an engine has failed."""
+    """Answer /health and /ping: status 200, or 503 while the server drains or after an engine has failed."""
     if service.draining:
         raise make_draining_error()
     failed = [name for name, engine in service.models.items() if engine.error is not None]
@@ -110,6 +115,12 @@ async def report_health(service: Served) -> dict[str, Any]:
         message = f"the engine of {', '.join(failed)} has failed: restart the server"
         raise HttpError(503, message, code="engine_failed")
     return {"status": "ok"}
+
+
+@routes.get("/version")
+async def report_version() -> dict[str, str]:
+    """Return JSON with the version of jaxkv."""
+    return {"version": metadata.version("jaxkv")}
 
 
 @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)

@@ -1,6 +1,7 @@
-"""`RequestLimits`: limits of one HTTP request, and the API key."""
+"""`RequestLimits`: limits of one HTTP request, and the API keys."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from jaxkv import _checks
 from jaxkv._errors import require
@@ -8,10 +9,11 @@ from jaxkv._errors import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of one HTTP request: bytes of its body, seconds, answers; and the API key.
+    """Limits of one HTTP request: bytes of its body, seconds, answers; and the API keys.
 
     Attributes:
-        api_key: key that clients send as `Authorization: Bearer KEY`; None accepts every client.
+        api_key: key that clients send as `Authorization: Bearer KEY` or `x-api-key: KEY`; its clients have no name.
+        api_keys: further keys, each with the public name of its client. Without any key, every client is accepted.
         body_bytes: maximum size of a body in bytes.
         body_seconds: maximum time in seconds for a body to arrive.
         seconds: maximum time in seconds from the arrival of a body to the complete answer.
@@ -19,6 +21,7 @@ class RequestLimits:
     """
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
+    api_keys: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     body_bytes: int = 8 << 20
     body_seconds: int | float = 30.0
     seconds: int | float = 600.0
@@ -34,11 +37,16 @@ class RequestLimits:
             _checks.validate_field(
                 self, name, _checks.validate_float, "give seconds above 0", open_low=True, high=1e9
             )
-        key = self.api_key
-        fine = key is None or (bool(key) and key.isascii() and key.isprintable() and " " not in key)
-        require(
-            fine,
-            "api_key",
-            "...",
-            "not a valid key: use visible ASCII characters without blanks, or None for no key",
-        )
+        for key in self.clients:
+            require(
+                bool(key) and key.isascii() and key.isprintable() and " " not in key,
+                "api_key",
+                "...",
+                "not a valid key: use visible ASCII characters without blanks, or None for no key",
+            )
+
+    @property
+    def clients(self) -> dict[str, str]:
+        """Names of clients by API key; the name of the clients of `api_key` is empty."""
+        own = {} if self.api_key is None else {self.api_key: ""}
+        return {**self.api_keys, **own}

@@ -187,7 +187,8 @@ class Scheduler:
         if not isinstance(work, RequestWork):
             if mark_future_running(work.future):
                 try:
-                    work.future.set_result(self.documents.add_document(cache, work.encoded.ids[0]))
+                    made = self.documents.add_document(cache, work.encoded.ids[0], work.owner)
+                    work.future.set_result(made)
                 except _REFUSALS as error:
                     work.fail_with_error(error)
             return

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from jaxkv.engine.sampling import Sampling
 from jaxkv.text.prompts import Prompt
 
-TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
+TEXTS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 # Neutral values of fields of OpenAI and vLLM that are not supported; null is always neutral.
 _NEUTRAL = tomllib.loads(Path(__file__).with_name("neutral.toml").read_text("utf-8"))
 
@@ -49,18 +49,21 @@ def _is_neutral_value(name: str, value: Any) -> bool:
 
 
 class Part(Body):
-    """Text part of the content of a chat message."""
+    """Text part of the content of a chat message, by OpenAI's or Anthropic's names; the cache needs no hints."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class Message(Body):
-    """Chat message: a role, and a text or a list of text parts."""
+    """Chat message: a role, and a text or a list of text parts; an earlier response's has an id and a status."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(min_length=1)]
     name: str | None = None
+    id: str | None = None
+    status: str | None = None
 
     @property
     def role_and_content(self) -> dict[str, str]:
@@ -188,11 +191,12 @@ class Usage(BaseModel):
 
 
 class Choice(BaseModel):
-    """Base of one answer in a response, or of a piece of it in a stream: index and finish reason."""
+    """Base of one answer in a response, or of a piece of it in a stream: index, finish reason, met stop string."""
 
     index: int
     logprobs: None = None
     finish_reason: str | None
+    stop_reason: str | None = None
 
 
 class TextChoice(Choice):

@@ -4,6 +4,7 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,19 +31,30 @@ class ServerMetrics:
             ["route", "status"],
             registry=self._registry,
         )
-        self._histograms = {
-            name: Histogram(
-                f"jaxkv_{name}",
-                row["about"],
-                ["model"],
-                buckets=row["buckets"],
-                registry=self._registry,
+        self._successes = Counter(
+            "vllm:request_success",
+            "Requests answered, by finish reason.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._prompt_tokens = Counter(
+            "vllm:prompt_tokens",
+            "Tokens of the prompts of answered requests.",
+            ["model_name"],
+            registry=self._registry,
+        )
+        self._histograms = [
+            (
+                row["field"],
+                Histogram(
+                    name, row["about"], [label], buckets=row["buckets"], registry=self._registry
+                ),
             )
-            for name, row in _TABLES["histograms"].items()
-        }
+            for name, label, row in _iterate_metric_rows("histograms")
+        ]
         self._mean = dict.fromkeys(models, 1.0)
         # A model without answers is listed with zeros.
-        for each in self._histograms.values():
+        for _, each in self._histograms:
             for name in models:
                 each.labels(name)
 
@@ -50,8 +62,8 @@ class ServerMetrics:
         """Count one HTTP request by its route and status."""
         self._requests.labels(route, str(status)).inc()
 
-    def record_answer(self, model: str, stats: RequestStats) -> None:
-        """Record an answer's seconds and token counts in its model's histograms; update the moving mean of seconds."""
+    def record_answer(self, model: str, stats: RequestStats, reason: str) -> None:
+        """Record an answer's finish reason, seconds and token counts; update the model's moving mean of seconds."""
         seen: dict[str, int | float] = {
             "time_to_first_token_seconds": stats.first_token_seconds,
             "answer_seconds": stats.seconds,
@@ -61,8 +73,11 @@ class ServerMetrics:
         if stats.new_tokens > 1:
             decoding = stats.seconds - stats.first_token_seconds
             seen["time_per_token_seconds"] = decoding / (stats.new_tokens - 1)
-        for name, value in seen.items():
-            self._histograms[name].labels(model).observe(value)
+        for field, histogram in self._histograms:
+            if field in seen:
+                histogram.labels(model).observe(seen[field])
+        self._prompt_tokens.labels(model).inc(stats.prompt_tokens)
+        self._successes.labels(model, reason).inc()
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])
 
     def estimate_retry_seconds(self, model: str) -> int:
@@ -72,6 +87,13 @@ class ServerMetrics:
     def format_metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format, as bytes."""
         return generate_latest(self._registry)
+
+
+def _iterate_metric_rows(kind: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield (name, name of its label, row of metrics.toml) of each metric of a kind, also under vLLM's names."""
+    for table in _TABLES.values():
+        for name, row in table[kind].items():
+            yield table["prefix"] + name, table["label"], row
 
 
 class _EngineStateCollector(Collector):
@@ -84,15 +106,19 @@ class _EngineStateCollector(Collector):
         """Yield a gauge or counter for each metric, with one number per engine, labelled by model id."""
         numbers = {model: _get_engine_numbers(engine) for model, engine in self._models.items()}
         for kind, family in _KINDS.items():
-            for name, row in _TABLES[kind].items():
-                made = family(f"jaxkv_{name}", row["about"], labels=["model"])
+            for name, label, row in _iterate_metric_rows(kind):
+                made = family(name, row["about"], labels=[label])
                 for model, values in numbers.items():
                     made.add_metric([model], values[row["field"]])
                 yield made
 
 
 def _get_engine_numbers(engine: Engine) -> dict[str, int | float]:
-    """Return a dict: `EngineStats`, document count, and the sum of documents' entries per kv head and layer."""
-    documents = engine.documents.get_documents()
-    rows = sum(each.rows for each in documents)
-    return vars(engine.stats) | {"documents": len(documents), "documents_rows": rows}
+    """Return a dict: `EngineStats`, numbers of documents, their entries, queued requests; share of slots taken."""
+    documents, stats = engine.documents.get_documents(), engine.stats
+    return vars(stats) | {
+        "documents": len(documents),
+        "documents_rows": sum(each.rows for each in documents),
+        "queued": stats.waiting + stats.ready,
+        "usage": stats.running / stats.slots,
+    }

@@ -24,13 +24,14 @@ class RequestRecord:
     """Log record of one HTTP request: id, time of arrival, status, token counts, location of an internal error.
 
     Attributes:
-        id: id in the header `x-request-id` of the response.
+        id: id in the header `x-request-id` of the response; the client's own, if it sends one.
         begun: time of arrival on the clock `time.monotonic`.
         status: HTTP status; 499 before the response begins, and if the client disconnects before its end.
         prompt_tokens: tokens of the prompts, once known.
         new_tokens: tokens of the answers, once complete.
         model: id of the model that answers, once known.
         prompt: name of the prompt in the body.
+        client: public name of the client's API key; empty without one.
         fault: where an unexpected error was raised, else empty; without its message, which may contain a prompt.
     """
 
@@ -41,6 +42,7 @@ class RequestRecord:
     new_tokens: int | None = None
     model: str | None = None
     prompt: str = "prompt"
+    client: str = ""
     fault: str = ""
 
 
@@ -72,24 +74,26 @@ class ServerState:
             raise make_unknown_model_error(name, self.models)
         return self.name if name is None else name
 
-    def find_model_and_document(self, name: str) -> tuple[str, Document]:
-        """Return the model id and the `Document` of a document id; raise `HttpError` 404 if unknown."""
+    def find_model_and_document(self, name: str, client: str) -> tuple[str, Document]:
+        """Return the model id and the `Document` of a document id; `HttpError` 404 if unknown or another client's."""
         for model, engine in self.models.items():
             with contextlib.suppress(ValueError):
-                return model, engine.documents.get_document(name)
+                document = engine.documents.get_document(name)
+                if document.is_visible_to(client):
+                    return model, document
         message = f"document={name[:200]!r}: unknown document: it was removed, or belongs to another server"
         raise HttpError(404, message, param="document", code="document_not_found")
 
     def resolve_model_and_document(
-        self, model: str | None, document: str | None
+        self, model: str | None, document: str | None, client: str
     ) -> tuple[str, Document | None]:
         """Return the model id and the `Document`, if any, of a body's ids; by default the document's model.
 
-        Raises `HttpError` 404 for unknown ids, and 400 for a document of another model.
+        Raises `HttpError` 404 for ids unknown to `client`, and 400 for a document of another model.
         """
         if document is None:
             return self.resolve_model_id(model), None
-        owner, found = self.find_model_and_document(document)
+        owner, found = self.find_model_and_document(document, client)
         if model is not None and self.resolve_model_id(model) != owner:
             message = (
                 f"document={document!r}: {owner!r} compressed it, "

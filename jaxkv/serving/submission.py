@@ -108,6 +108,7 @@ def _make_choice(body: TextBody | ChatBody, at: int, completion: Completion) -> 
         "index": at,
         "logprobs": None,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
     }
     if isinstance(body, TextBody):
         return TextChoice(text=text, **told)

@@ -33,6 +33,7 @@ class PrefillWork:
         policy: the engine's policy with a budget of its own; None for the engine's.
         deadline: latest time of completion on the clock `time.monotonic`; None for no limit.
         document: the document of a question; None for a prompt.
+        owner: name of the server's client that posts a document; empty for none.
         future: future of the result, here the compressed `Document`.
         submitted: time of submission.
         begun: start time of its prefill.
@@ -44,6 +45,7 @@ class PrefillWork:
     policy: Policy | None
     deadline: float | None
     document: Document | None = None
+    owner: str = ""
     future: Future[Any] = dataclasses.field(default_factory=Future)
     submitted: float = dataclasses.field(default_factory=time.monotonic)
     begun: float = 0.0
