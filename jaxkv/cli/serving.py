@@ -21,6 +21,7 @@ from jaxkv.cli.options import (
     Count,
     File,
     Name,
+    make_choice_parser,
     parse_finite_float,
     parse_integer,
     parse_policy_list,
@@ -31,6 +32,7 @@ from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Policy
 from jaxkv.serving import Engine
+from jaxkv.serving.prefix_cache import PREFIX_POLICIES, PrefixCacheConfig
 from jaxkv.serving.slot_memory import compute_memory_share, get_model_device
 from jaxkv.sharding.mesh_argument import make_mesh_from_text
 
@@ -63,6 +65,9 @@ class ServeCommand(EngineOptions):
             budget of --policy. Repeat the option for several. Each policy has its own slots, and its own folder in
             --documents.
         document_bytes: maximum bytes of documents on the device; others are on disk (default: half of the rest).
+        prefix_cache: policies for which a prompt that continues an earlier conversation reuses its cache: auto for
+            those that do not follow the prompt's end, all, or none.
+        prefix_bytes: maximum bytes of these caches in host memory, for each policy (default: a quarter of the rest).
         host: address to listen at; 0.0.0.0 for all interfaces.
         port: port to listen at; 0 for any free one.
         api_key: key that clients must send (default: JAXKV_API_KEY, if set).
@@ -75,6 +80,12 @@ class ServeCommand(EngineOptions):
 
     also: Annotated[tuple[str, ...], ArgumentSpec("POLICY", tuple, "append")] = ()
     document_bytes: (
+        Annotated[int, ArgumentSpec("N", partial(parse_integer, least=0, most=2**60))] | None
+    ) = None
+    prefix_cache: Annotated[str, ArgumentSpec("POLICIES", make_choice_parser(PREFIX_POLICIES))] = (
+        "auto"
+    )
+    prefix_bytes: (
         Annotated[int, ArgumentSpec("N", partial(parse_integer, least=0, most=2**60))] | None
     ) = None
     host: Name = "127.0.0.1"
@@ -102,7 +113,12 @@ class ServeCommand(EngineOptions):
             seconds=self.timeout,
             answers=min(64, self.queue),
         )
-        given = pick_fields(self, "queue document_bytes") | {"mesh": make_mesh_from_text(self.mesh)}
+        given = pick_fields(self, "queue document_bytes") | {
+            "mesh": make_mesh_from_text(self.mesh),
+            "prefix_cache": PrefixCacheConfig(
+                policies=self.prefix_cache, max_bytes=self.prefix_bytes
+            ),
+        }
         server, steps, total = Server(), itertools.count(1), 1 + PARTS * len(policies)
 
         def tick(what: str) -> None:

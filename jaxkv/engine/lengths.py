@@ -45,6 +45,11 @@ def round_up_to_bucket(length: int) -> int:
     return -(-length // step) * step
 
 
+def round_up_to_question(length: int) -> int:
+    """Return the padded length in tokens of a question of `length` >= 1 tokens on top of a cache."""
+    return max(SHORT, round_up_to_bucket(length))
+
+
 def list_buckets(longest: int) -> list[tuple[int, int]]:
     """Return `(shortest prompt length, padded length)` of each bucket for prompts up to `longest` tokens, ascending."""
     pairs, padded_len = list[tuple[int, int]](), 0

@@ -65,9 +65,13 @@ class SlotShape:
             f"entries held by {stores}",
             f"another store than the slots' {store}. Prefill the prompt again.",
         )
-        free = int(cache.compute_layer_headroom()[~sliding].min(initial=self.longest_text))
+        free = self.count_free_places(cache, sliding)
         remedy = f"only {free} places free: run one question on top of a prompt, or make slots with more max_question"
         require(rows <= free, "cache", f"{rows} more entries", remedy)
+
+    def count_free_places(self, cache: KVCache, sliding: Bool[np.ndarray, " L"]) -> int:
+        """Return the fewest free places behind a cache's segments, without those of layers in the mask `sliding`."""
+        return int(cache.compute_layer_headroom()[~sliding].min(initial=self.longest_text))
 
 
 def uses_window_eviction(parts: Parts) -> bool:

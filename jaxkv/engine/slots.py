@@ -14,10 +14,15 @@ from jaxtyping import Bool, Int, PRNGKeyArray
 from jaxkv import arguments
 from jaxkv._checks import settled, use_package_jax_settings, validate_int
 from jaxkv._errors import require
-from jaxkv.cache import CacheArrays, KVCache, drop_outside_sliding_windows
+from jaxkv.cache import (
+    CacheArrays,
+    KVCache,
+    drop_outside_sliding_windows,
+    repack_through_host,
+)
 from jaxkv.cache.slot_copies import copy_from_slots, copy_into_slots, repeat_sequence_in_slots
 from jaxkv.engine import token_loop
-from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.engine.lengths import BLOCK, round_up_to_bucket
 from jaxkv.engine.progress import Walk, run_generator
 from jaxkv.engine.recompress import (
     FixedSizes,
@@ -34,7 +39,7 @@ from jaxkv.machine import memory
 from jaxkv.machine.compilation import StageClocks
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import copy_to_host, place_host_array
-from jaxkv.text.prompts import Prompt
+from jaxkv.text.prompts import EncodedPrompts, Prompt
 
 # Number of parts of `Slots.compile_programs`.
 PARTS = 2
@@ -224,6 +229,7 @@ class Slots:
         ids: Prompt,
         *,
         key: PRNGKeyArray | int | None = None,
+        new: int | None = None,
         donate: bool = False,
     ) -> KVCache:
         """Append a question to each sequence of a cache (a copy unless `donate`); recompress if due; return the cache.
@@ -232,6 +238,7 @@ class Slots:
             cache: from `prefill` of these slots.
             ids: token ids of one question per sequence.
             key: random key or seed in place of the session's.
+            new: tokens of the answer to leave places for; by default as many as the slots allow.
             donate: True donates the cache's buffers.
 
         Returns:
@@ -248,9 +255,7 @@ class Slots:
             f"{longest} tokens",
             f"longer than max_question={most} of these slots: shorten the question",
         )
-        self._require_compatible_cache(
-            cache, longest + (0 if self._parts.decoding_compression.compresses else self.shape.new)
-        )
+        self._require_compatible_cache(cache, self._count_needed_places(longest, new))
         many = f"the cache holds {cache.batch} sequences: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         copy = cache if donate else jax.tree.map(jnp.copy, cache)
@@ -261,6 +266,48 @@ class Slots:
             return copy
         renewed = self._recompress_cache(copy, self.session.resolve_key(key))
         return dataclasses.replace(renewed, logits=copy.logits)
+
+    def iterate_extend(
+        self, cache: KVCache, encoded: EncodedPrompts, *, key: PRNGKeyArray | None, new: int
+    ) -> Walk[KVCache]:
+        """Generator: append the rest of a prompt to a cache (donated) in chunks, with yields between; return the cache.
+
+        A chunk has at most as many tokens as a question. `new` tokens of an answer must fit behind the last one.
+        """
+        size, (ids,) = self.question_chunk, encoded.ids
+        for at in range(0, len(ids), size):
+            chunk = dataclasses.replace(encoded, ids=[ids[at : at + size]])
+            cache = self.extend(cache, chunk, key=key, new=new, donate=True)
+            yield 0.0
+        return cache
+
+    @property
+    def question_chunk(self) -> int:
+        """Maximum tokens that `iterate_extend` appends at a time."""
+        return min(BLOCK, self.shape.question)
+
+    def place_stored_cache(self, cache: KVCache, question: int, new: int) -> KVCache | None:
+        """Return a copy of a cache from host memory in a slot's shape; None unless question and answer fit behind it.
+
+        `question` and `new` are numbers of tokens.
+        """
+        placed = repack_through_host(cache, self._axes, rows=self.shape.rows)
+        needed = self._count_needed_places(question, new)
+        fits = needed <= self.shape.count_free_places(placed, self._sliding)
+        return placed if fits else None
+
+    @settled
+    def copy_cache(self, slot: int) -> KVCache:
+        """Return a copy of the cache of a slot's sequence; the slot is unchanged."""
+        return dataclasses.replace(
+            self._wrap_in_kv_cache(self.copy_sequence(slot).arrays.cache),
+            model=self.session.params.fingerprint,
+        )
+
+    def _count_needed_places(self, question: int, new: int | None) -> int:
+        """Return the free places per segment that a question and its answer need; compression empties places itself."""
+        answer = self.shape.new if new is None else new
+        return question + (0 if self._parts.decoding_compression.compresses else answer)
 
     @settled
     def begin_sequence(

@@ -2,6 +2,7 @@
 
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
+from jaxkv.serving.prefix_cache import PrefixCacheConfig
 from jaxkv.serving.requests import EngineClosed, QueueFull, Request
 from jaxkv.serving.stats import EngineStats, RequestStats
 
@@ -10,6 +11,7 @@ __all__ = [
     "Engine",
     "EngineClosed",
     "EngineStats",
+    "PrefixCacheConfig",
     "QueueFull",
     "Request",
     "RequestStats",

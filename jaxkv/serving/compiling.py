@@ -25,8 +25,12 @@ def compile_remaining_lengths(
     try:
         while left and not ended():
             length = scheduler.first_uncompiled_length or left[0]
-            if scheduler.first_uncompiled_length is None and length[0]:
-                # Programs of questions are the largest, so they compile only for a waiting request.
+            if (
+                scheduler.first_uncompiled_length is None
+                and length[0]
+                and scheduler.prefixes is None
+            ):
+                # Without stored conversations, programs of questions compile only for a waiting request.
                 time.sleep(PATIENCE)
                 continue
             for _ in slots.compile_padded_length(*length):

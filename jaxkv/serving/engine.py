@@ -31,6 +31,7 @@ from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_remaining_lengt
 from jaxkv.serving.document_store import Document, DocumentCacheStore
 from jaxkv.serving.given import apply_request_budget, compute_deadline, resolve_random_key
 from jaxkv.serving.mapping import answer_prompts, make_waiting_submit
+from jaxkv.serving.prefix_cache import AUTO_PREFIXES, USUAL_SHARE, PrefixCache, PrefixCacheConfig
 from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull, Request
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.slot_memory import (
@@ -88,6 +89,7 @@ class Engine:
         mesh: Mesh | None = None,
         implementation: Implementation | str | None = Implementation.AUTO,
         precompile: bool = True,
+        prefix_cache: PrefixCacheConfig = AUTO_PREFIXES,
         start: bool = True,
     ):
         """Validate the arguments; with `start`, allocate the slots, compile programs and start the engine's threads.
@@ -111,6 +113,8 @@ class Engine:
             implementation: implementation of attention; by default the fastest one for these devices.
             precompile: False to compile other lengths than a short chat's while the engine runs: lengths of requests
                 immediately, other prompt lengths while no engine of the process computes.
+            prefix_cache: whether prompts that continue an earlier conversation reuse its cache. The rest is read as a
+                question, so only engines with `max_question_tokens` and without a mesh do.
             start: False to only validate the arguments; call `start` later.
 
         Raises:
@@ -157,7 +161,10 @@ class Engine:
             params, self.session.policy, shape=self.limits, most_bytes=most, folder=folder
         )
         self._scheduler = Scheduler(
-            self._slots, self.documents, ahead=get_max_prefills_ahead(count)
+            self._slots,
+            self.documents,
+            ahead=get_max_prefills_ahead(count),
+            prefixes=self._create_prefix_cache(prefix_cache, share),
         )
         self._changed = threading.Condition()
         self._rejected, self._closing, self._dropping = 0, False, False
@@ -200,6 +207,7 @@ class Engine:
         deadline: float | np.floating | np.integer | None = None,
         offline: bool = False,
         document: Document | None = None,
+        client: str | None = None,
     ) -> Request:
         """Queue a prompt, or a question on a document, once per given key; return the first `Request` without waiting.
 
@@ -216,6 +224,7 @@ class Engine:
             deadline: seconds from now after which the request ends with a TimeoutError; None for none.
             offline: True if nobody reads the text early: prefills of other requests go first, for higher throughput.
             document: from this engine's `document`; the question does not change it.
+            client: name of who asks; only requests of the same name reuse each other's conversations.
 
         Returns:
             The request: iterate over its text, or wait for its `result()`.
@@ -279,6 +288,7 @@ class Engine:
             policy=apply_request_budget(budget, self.session.policy, document),
             deadline=compute_deadline(deadline),
             offline=offline,
+            client=client,
             document=document,
             text=params.text,
         )
@@ -431,6 +441,24 @@ class Engine:
         """One-line text: policy, numbers of slots with a request, of all slots and of waiting requests."""
         at = self.stats
         return f"Engine({self.session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
+
+    def _create_prefix_cache(self, config: PrefixCacheConfig, share: float) -> PrefixCache | None:
+        """Return an empty `PrefixCache`; None if the engine cannot reuse prefixes or its policy should not.
+
+        Raises ValueError if prefixes of all policies are requested from an engine that cannot reuse them.
+        """
+        params = self.session.params
+        able = self.limits.question > 0 and params.axes is None
+        remedy = "not supported: create the engine with max_question_tokens and without a mesh"
+        require(able or config.policies != "all", "prefix_cache", config, remedy)
+        if not able or not config.includes_policy(self.session.policy):
+            return None
+        most = config.max_bytes
+        if most is None:
+            # On a CPU the slots take the same memory.
+            taken = self._slots.needed if get_model_device(params).platform == "cpu" else 0
+            most = int(USUAL_SHARE * share * max(0, memory.get_machine_bytes() - taken))
+        return PrefixCache(most_bytes=most)
 
     def _require_prompt_fits(self, tokens: int, document: Document | None) -> None:
         """Raise `PromptTooLong` if a prompt, or a question on a document, has more tokens than the engine accepts."""

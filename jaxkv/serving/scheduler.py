@@ -1,18 +1,21 @@
 """`Scheduler`: decides in each step whether to compute the next layer of a prompt or the next tokens of all slots."""
 
 import collections
+import dataclasses
 import time
 from collections.abc import Iterator
 
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.engine.lengths import LOOK
+from jaxkv.engine.lengths import LOOK, round_up_to_question
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.slots import Slots
 from jaxkv.serving.document_store import DocumentCacheStore
+from jaxkv.serving.prefix_cache import MatchedPrefix, PrefixCache, PrefixOwner
 from jaxkv.serving.requests import mark_future_running
 from jaxkv.serving.work import PrefillWork, RequestWork
+from jaxkv.sharding.mesh import copy_to_host
 
 # Errors that reject one prompt or document; any other error is the engine's own.
 _REFUSALS = (ValueError, TypeError, MemoryError, OSError)
@@ -27,15 +30,24 @@ class Scheduler:
         slots: the running batch.
         documents: the documents of the engine.
         ahead: maximum number of prompts prefilled while no slot is free.
+        prefixes: caches of answered conversations; None if prompts are always read whole.
         waiting: requests that wait for prefill, in order of arrival.
         answered: number of answered requests.
         tokens: number of sampled tokens.
         longest_pause: longest time in seconds between two tokens of one request, or two blocks of up to 8 tokens.
     """
 
-    def __init__(self, slots: Slots, documents: DocumentCacheStore, *, ahead: int):
+    def __init__(
+        self,
+        slots: Slots,
+        documents: DocumentCacheStore,
+        *,
+        ahead: int,
+        prefixes: PrefixCache | None,
+    ):
         """Create a scheduler without requests; all slots are free."""
         self.slots, self.documents, self.ahead = slots, documents, ahead
+        self.prefixes = prefixes
         self.waiting: collections.deque[PrefillWork] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
         # The answers to one prompt, or a document, with its prefill.
@@ -160,10 +172,47 @@ class Scheduler:
             works = ready[:1]
         else:
             works = [each for each in ready if each.encoded is ready[0].encoded]
+        # They leave the queue only now, so that an error finds them in it.
+        prefix = self._match_prefix(works[0])
         for work in works:
             self.waiting.remove(work)
             work.begun = time.monotonic()
+            if isinstance(work, RequestWork):
+                work.prefix = prefix
         self._reading = works, works[0].prefill_layers(self.slots, self.documents)
+
+    def _match_prefix(self, work: PrefillWork) -> MatchedPrefix | None:
+        """Return the stored cache that a prompt begins with, in a slot's shape; None if it must be read whole.
+
+        A document and a question on one are never matched. Programs that are not compiled yet are not waited for.
+        """
+        if self.prefixes is None or not isinstance(work, RequestWork) or work.document is not None:
+            return None
+        ids = work.encoded.ids[0]
+        found = self.prefixes.find_prefix(ids, self._get_prefix_owner(work))
+        if found is None:
+            return None
+        left, chunk = len(ids) - found.tokens, self.slots.question_chunk
+        sizes = {min(left, chunk), left % chunk or chunk}
+        if any((True, round_up_to_question(size)) in self.slots.uncompiled for size in sizes):
+            return None
+        placed = self.slots.place_stored_cache(found.cache, left, work.new)
+        return None if placed is None else dataclasses.replace(found, cache=placed)
+
+    def _store_conversation(self, slot: int, work: RequestWork) -> None:
+        """Store the cache of an answered request, which its slot still holds, for prompts that continue the text."""
+        if self.prefixes is None or work.document is not None or work.offline:
+            return
+        cache = self.slots.copy_cache(slot)
+        ids = work.encoded.ids[0] + work.sampled
+        # The last sampled token did not run.
+        held = ids[: int(copy_to_host(cache.seen)[0])]
+        self.prefixes.store_prefix(cache, held, self._get_prefix_owner(work))
+
+    def _get_prefix_owner(self, work: RequestWork) -> PrefixOwner:
+        """Return whose stored prefixes a request shares: its client's, under its policy."""
+        policy = self.slots.session.policy if work.policy is None else work.policy
+        return PrefixOwner(policy=policy, client=work.client)
 
     def _advance_prefill(self) -> None:
         """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests."""
@@ -231,8 +280,11 @@ class Scheduler:
         if left:
             self.slots.release_slots(left)
         # After the slots are freed: the reader of an answer may inspect the engine immediately.
-        for work in [self._running.pop(slot) for slot in left]:
+        ended = [(slot, self._running.pop(slot)) for slot in left]
+        for _, work in ended:
             self._deliver_answer(work)
+        for slot, work in ended:
+            self._store_conversation(slot, work)
 
     def _deliver_answer(self, work: RequestWork) -> None:
         """Count a request as answered and deliver its answer; an error in doing so fails this request alone."""

@@ -9,6 +9,7 @@ class RequestStats:
 
     Attributes:
         prompt_tokens: tokens of the prompt, or of the question on a document.
+        cached_tokens: those of them whose entries were reused from an earlier conversation.
         new_tokens: sampled tokens, including the one that ended the answer.
         kept: entries per kv head and layer after prefill, on average.
         waited_seconds: from submission to the start of prefill.
@@ -19,6 +20,7 @@ class RequestStats:
     """
 
     prompt_tokens: int
+    cached_tokens: int
     new_tokens: int
     kept: float
     waited_seconds: float

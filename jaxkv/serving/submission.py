@@ -118,8 +118,9 @@ def _make_choice(body: TextBody | ChatBody, at: int, completion: Completion) -> 
 def count_usage_tokens(requests: list[Request], n: int, document: Document | None) -> Usage:
     """Return the `Usage`: prompt tokens, a document's as cached, and sampled tokens; `n` answers share a prompt."""
     stats = [request.stats for request in requests if request.stats is not None]
-    cached = 0 if document is None else document.tokens * len(stats[::n])
-    prompt = cached + sum(each.prompt_tokens for each in stats[::n])
+    held = 0 if document is None else document.tokens * len(stats[::n])
+    prompt = held + sum(each.prompt_tokens for each in stats[::n])
+    cached = held + sum(each.cached_tokens for each in stats[::n])
     new = sum(each.new_tokens for each in stats)
     return Usage(
         prompt_tokens=prompt,

@@ -10,13 +10,14 @@ from jaxtyping import PRNGKeyArray
 
 from jaxkv.cache import KVCache
 from jaxkv.engine.generation_results import AnswerCollector
-from jaxkv.engine.lengths import SHORT, round_up_to_bucket
+from jaxkv.engine.lengths import round_up_to_bucket, round_up_to_question
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.sequences import PausedSequence
 from jaxkv.engine.slots import Slots
 from jaxkv.policies.policy import Policy
 from jaxkv.serving.document_store import Document, DocumentCacheStore
+from jaxkv.serving.prefix_cache import MatchedPrefix
 from jaxkv.serving.requests import Request, mark_future_running
 from jaxkv.serving.stats import RequestStats
 from jaxkv.text.prompts import EncodedPrompts
@@ -54,8 +55,9 @@ class PrefillWork:
     @property
     def length_bucket(self) -> tuple[bool, int]:
         """(whether it is a question on a document, padded length), which select the compiled programs."""
-        size = round_up_to_bucket(len(self.encoded.ids[0]))
-        return (False, size) if self.document is None else (True, max(SHORT, size))
+        length = len(self.encoded.ids[0])
+        asks = self.document is not None
+        return asks, round_up_to_question(length) if asks else round_up_to_bucket(length)
 
     @property
     def is_cancelled_or_expired(self) -> bool:
@@ -94,6 +96,9 @@ class RequestWork(PrefillWork):
         request: the user's handle.
         ready: the compressed sequence while it waits for a slot, else None.
         told: True if its first token was sampled, and its text passed to readers, before it had a slot.
+        prefix: stored cache that the prompt begins with, once its prefill has started; None if it is read whole.
+        client: whose prefixes the request may reuse, None without API keys; and its conversation is stored for.
+        sampled: ids that its slot has sampled, those after a stop string included.
         kept: entries per kv head and layer after prefill, on average.
         first: time of its first sampled token; None before.
         last: time of its last sampled token.
@@ -105,13 +110,25 @@ class RequestWork(PrefillWork):
     stops: tuple[str, ...]
     eos: tuple[int, ...]
     offline: bool
+    client: str | None
     text: ChatTokenizer | None
     request: Request = dataclasses.field(default_factory=Request)
     ready: PausedSequence | None = None
     told: bool = False
+    prefix: MatchedPrefix | None = None
+    sampled: list[int] = dataclasses.field(default_factory=list)
     kept: float = 0.0
     first: float | None = None
     last: float = 0.0
+
+    def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
+        """Generator: add the rest of a prompt to its `prefix`, or prefill all; yield layers run; return `KVCache`."""
+        if self.prefix is None:
+            return (yield from super().prefill_layers(slots, documents))
+        rest = dataclasses.replace(self.encoded, ids=[self.encoded.ids[0][self.prefix.tokens :]])
+        return (
+            yield from slots.iterate_extend(self.prefix.cache, rest, key=self.key, new=self.new)
+        )
 
     def __post_init__(self) -> None:
         """Set the future of a request's work to that of its handle, and start an empty answer."""
@@ -122,6 +139,7 @@ class RequestWork(PrefillWork):
         """Add sampled ids and pass their text to readers; return seconds since the previous token, 0 for the first."""
         pause = 0.0 if self.first is None else now - self.last
         self.first, self.last = now if self.first is None else self.first, now
+        self.sampled += tokens
         self.answers.append_token_ids(np.asarray([tokens], np.int32))
         self.request.append_text(self.answers.take_new_text()[0])
         return pause
@@ -141,6 +159,7 @@ class RequestWork(PrefillWork):
         first = self.submitted if self.first is None else self.first
         stats = RequestStats(
             prompt_tokens=len(self.encoded.ids[0]),
+            cached_tokens=0 if self.prefix is None else self.prefix.tokens,
             new_tokens=len(self.answers.tokens[0]),
             kept=self.kept,
             waited_seconds=self.begun - self.submitted,

@@ -1,0 +1,185 @@
+"""`PrefixCache`: compressed caches of answered conversations in host memory, found by the tokens that they hold."""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxkv import _checks
+from jaxkv._errors import require
+from jaxkv.cache import KVCache, repack_through_host
+from jaxkv.cache.host_store import make_host_sharding
+from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.policies.policy import Policy
+from jaxkv.sharding.mesh import copy_to_host
+
+PREFIX_POLICIES = ("auto", "all", "none")
+# The bytes of a cache without a budget of its own: a share of the memory that is left.
+USUAL_SHARE = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixCacheConfig:
+    """Which policies an engine reuses prefixes for, and their maximum bytes in host memory.
+
+    Attributes:
+        policies: "auto" for policies that do not score entries by the prompt's end, so that a continued conversation
+            keeps what its whole text would; "all" for every policy; "none" to read every prompt anew.
+        max_bytes: maximum bytes of all prefixes; above it the least recently used are dropped. None for a quarter of
+            the machine's memory that the slots leave free.
+    """
+
+    policies: str = "auto"
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for unknown policies or negative bytes."""
+        remedy = f"unknown value: use one of {', '.join(PREFIX_POLICIES)}"
+        require(self.policies in PREFIX_POLICIES, "policies", self.policies, remedy)
+        if self.max_bytes is not None:
+            remedy = "use a number of bytes"
+            _checks.validate_field(
+                self, "max_bytes", _checks.validate_int, remedy, least=0, most=2**62
+            )
+
+    def includes_policy(self, policy: Policy) -> bool:
+        """Return True if prefixes that this policy compressed may be reused."""
+        follows = policy.composed.scorer.follows_last_queries
+        return self.policies == "all" or (self.policies == "auto" and not follows)
+
+
+AUTO_PREFIXES = PrefixCacheConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixOwner:
+    """Who may reuse a prefix: requests of one client, None without API keys, under an equal policy."""
+
+    policy: Policy
+    client: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StoredPrefix:
+    """Cache of one sequence in host memory, the token ids that it holds, and who may reuse it."""
+
+    ids: Int[np.ndarray, " n"]
+    cache: KVCache
+    owner: PrefixOwner
+
+    @property
+    def is_divisible(self) -> bool:
+        """True if the first entries of each segment are the cache of the first tokens: none was evicted."""
+        tables = self.cache.tables
+        complete = bool((self.cache.kept == len(self.ids)).all())
+        plain = tables.state is None and tables.centre is None
+        return (
+            complete
+            and plain
+            and self.owner.policy.composed.budget is None
+            and all(pool.bounds is None for pool in self.cache.pools)
+        )
+
+    def count_reusable_tokens(self, ids: Int[np.ndarray, " n"]) -> int:
+        """Return how many first tokens of a prompt this cache can replace; at least one is left, 0 for none."""
+        most = min(len(self.ids), len(ids) - 1)
+        differs = np.flatnonzero(self.ids[:most] != ids[:most])
+        common = int(differs[0]) if differs.size else most
+        return common if common == len(self.ids) or self.is_divisible else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MatchedPrefix:
+    """Cache in host memory of the first `tokens` tokens of a prompt."""
+
+    cache: KVCache
+    tokens: int
+
+
+class PrefixCache:
+    """Compressed caches of conversations, up to `most_bytes` of host memory; the least recently used are dropped.
+
+    Attributes:
+        most_bytes: maximum bytes of the stored caches.
+        nbytes: bytes of the stored caches.
+    """
+
+    def __init__(self, *, most_bytes: int):
+        """Create an empty cache of prefixes."""
+        self.most_bytes, self.nbytes = most_bytes, 0
+        # In order of use, the most recent last.
+        self._stored: collections.OrderedDict[int, StoredPrefix] = collections.OrderedDict()
+        self._numbers, self._lock = 0, threading.Lock()
+
+    def store_prefix(self, cache: KVCache, ids: Sequence[int], owner: PrefixOwner) -> None:
+        """Store a copy of a cache of one sequence, which holds the tokens `ids`, without headroom.
+
+        It replaces stored caches that it can stand for. Others are dropped if the bytes exceed the maximum; a cache
+        that is larger alone is not stored.
+        """
+        on_host = make_host_sharding(next(iter(cache.seen.sharding.addressable_devices)))
+        tight = repack_through_host(
+            dataclasses.replace(cache, logits=None),
+            None,
+            put=lambda array, _: jax.device_put(array, on_host),
+        )
+        made = StoredPrefix(ids=np.asarray(ids, np.int32), cache=tight, owner=owner)
+        if tight.nbytes > self.most_bytes:
+            return
+        with self._lock:
+            for number, other in list(self._stored.items()):
+                if other.owner == owner and _stands_for(made, other):
+                    self._drop_prefix(number)
+            self._numbers += 1
+            self._stored[self._numbers] = made
+            self.nbytes += tight.nbytes
+            while self.nbytes > self.most_bytes:
+                self._drop_prefix(next(iter(self._stored)))
+
+    def find_prefix(self, ids: Sequence[int], owner: PrefixOwner) -> MatchedPrefix | None:
+        """Return the stored cache of the most first tokens of a prompt; None if none saves a prefill its length.
+
+        The rest of the prompt, one token at least, must fall into a lower bucket than the whole.
+        """
+        asked = np.asarray(ids, np.int32)
+        with self._lock:
+            counts = {
+                number: each.count_reusable_tokens(asked)
+                for number, each in self._stored.items()
+                if each.owner == owner
+            }
+            # The most recent of equals.
+            best = max(reversed(counts), key=counts.__getitem__, default=None)
+            if best is None or not _saves_length(len(asked), counts[best]):
+                return None
+            self._stored.move_to_end(best)
+            found, tokens = self._stored[best].cache, counts[best]
+        if tokens < int(copy_to_host(found.seen)[0]):
+            found = found.replace_arrays(
+                length=_fill_like(found.length, tokens), seen=_fill_like(found.seen, tokens)
+            )
+        return MatchedPrefix(cache=found, tokens=tokens)
+
+    def _drop_prefix(self, number: int) -> None:
+        """Remove a stored cache and its bytes; the caller holds the lock."""
+        self.nbytes -= self._stored.pop(number).cache.nbytes
+
+
+def _fill_like(array: Int[Array, "..."], value: int) -> Int[Array, "..."]:
+    """Return an array like the given one, in the same memory, filled with a number."""
+    return jax.device_put(np.full(array.shape, value, array.dtype), array.sharding)
+
+
+def _stands_for(new: StoredPrefix, old: StoredPrefix) -> bool:
+    """Return True if every prompt that can reuse the old cache can reuse as many tokens of the new one."""
+    begins = len(old.ids) <= len(new.ids) and bool((new.ids[: len(old.ids)] == old.ids).all())
+    return begins and (len(old.ids) == len(new.ids) or new.is_divisible)
+
+
+def _saves_length(tokens: int, reused: int) -> bool:
+    """Return True if a prompt without its reused tokens falls into a lower bucket of lengths."""
+    return reused > 0 and round_up_to_bucket(tokens - reused) < round_up_to_bucket(tokens)
