@@ -446,3 +446,26 @@ def test_no_body_is_an_error_of_the_server(client, path, body):
     headers = {"content-type": "application/json"}
     response = client.post(path, content=content, headers=headers)
     assert response.status_code in (200, 400, 404), (body, response.text)
+
+
+def test_a_second_turn_reuses_the_first_of_the_same_client():
+    """Tokens that were not read again are told as cached; another key's conversations are not shared."""
+    options = {"slots": 2, "max_prompt_tokens": 80, "max_question_tokens": 32, "max_new_tokens": 8}
+    with jaxkv.Engine(lettered.tiny(), policy=jaxkv.FullKV(), **options) as engine:
+        limits = RequestLimits(api_keys={"one": "ada", "two": "bob"})
+        client = TestClient(HttpApplication({"tiny": engine}, limits=limits))
+
+        def ask(prompt, key):
+            body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            sent = client.post("/v1/completions", json=body, headers={"x-api-key": key}).json()
+            cached = sent["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return sent["choices"][0]["text"], cached
+
+        text, cached = ask(DOC, "one")
+        assert cached == 0
+        following = DOC + text + " and"
+        again, cached = ask(following, "one")
+        assert cached > len(DOC) and engine.stats.reused_tokens == cached
+        assert ask(following, "two") == (again, 0)
+        told = client.get("/metrics", headers={"x-api-key": "one"}).text
+        assert f'vllm:prefix_cache_hits_total{{model_name="tiny"}} {cached}.0' in told

@@ -95,11 +95,11 @@ def test_policies_that_follow_the_prompts_end_reuse_only_if_asked():
 def test_clients_policies_and_documents_do_not_share():
     policy = jaxkv.KNorm(budget=64)
     with jaxkv.Engine(model(), policy=policy, **LIMITS) as engine:
-        tokens, _ = answer(engine, FIRST, client="a")
+        tokens, _ = answer(engine, FIRST, owner="a")
         following = FIRST + tokens + SECOND
-        for options in ({}, {"client": "b"}, {"client": "a", "budget": 32}):
+        for options in ({}, {"owner": "b"}, {"owner": "a", "budget": 32}):
             assert answer(engine, following, **options)[1] == 0
-        assert answer(engine, following, client="a")[1] > 0
+        assert answer(engine, following, owner="a")[1] > 0
         document = engine.document(FIRST)
         before = engine._scheduler.prefixes.nbytes
         answer(engine, SECOND, document=document)
@@ -153,7 +153,7 @@ def test_random_conversations_stay_within_the_bytes(policy):
 
 def test_the_least_recently_used_is_dropped_first():
     cache = jaxkv.prefill(model(), FIRST, policy=jaxkv.FullKV())
-    owner = PrefixOwner(policy=cache.policy, client=None)
+    owner = PrefixOwner(policy=cache.policy, client="")
     prefixes = PrefixCache(most_bytes=2 * cache.nbytes)
     texts = [[at, *FIRST[1:]] for at in range(3)]
     for text in texts[:2]:

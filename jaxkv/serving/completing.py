@@ -54,7 +54,7 @@ async def answer_body(
         body.model, body.document, record.client
     )
     # In a thread, so that tokenizing a long prompt does not block other connections.
-    requests = await run_in_threadpool(_submit_body, service, record.model, body, document)
+    requests = await run_in_threadpool(_submit_body, service, record, body, document)
     if body.stream:
         events = _generate_events(service, record, body, requests, document, writer)
         return EventStream(events, record, requests)
@@ -79,14 +79,21 @@ def _record_token_counts(
 
 
 def _submit_body(
-    service: ServerState, model: str, body: TextBody | ChatBody, document: Document | None
+    service: ServerState,
+    record: RequestRecord,
+    body: TextBody | ChatBody,
+    document: Document | None,
 ) -> list[Request]:
     """Submit a body's requests, one per prompt and answer, and return them; bodies of several wait for one another."""
     # One at a time: two bodies of many answers that fill the queue in turns would both be rejected.
     several = body.n * len(body.prompts) > 1
     with service.submitting if several else contextlib.nullcontext():
         return submission.submit_body_requests(
-            service.models[model], body, document, limits=service.limits
+            service.models[record.model or service.name],
+            body,
+            document,
+            limits=service.limits,
+            owner=record.client,
         )
 
 

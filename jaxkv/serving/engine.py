@@ -207,7 +207,7 @@ class Engine:
         deadline: float | np.floating | np.integer | None = None,
         offline: bool = False,
         document: Document | None = None,
-        client: str | None = None,
+        owner: str = "",
     ) -> Request:
         """Queue a prompt, or a question on a document, once per given key; return the first `Request` without waiting.
 
@@ -224,7 +224,7 @@ class Engine:
             deadline: seconds from now after which the request ends with a TimeoutError; None for none.
             offline: True if nobody reads the text early: prefills of other requests go first, for higher throughput.
             document: from this engine's `document`; the question does not change it.
-            client: name of who asks; only requests of the same name reuse each other's conversations.
+            owner: name of who asks; only requests of the same name reuse each other's conversations.
 
         Returns:
             The request: iterate over its text, or wait for its `result()`.
@@ -288,7 +288,7 @@ class Engine:
             policy=apply_request_budget(budget, self.session.policy, document),
             deadline=compute_deadline(deadline),
             offline=offline,
-            client=client,
+            owner=owner,
             document=document,
             text=params.text,
         )
@@ -411,6 +411,8 @@ class Engine:
             new_tokens=at.tokens,
             nbytes=self._slots.nbytes,
             document_bytes=self.documents.device_bytes,
+            prefix_bytes=0 if at.prefixes is None else at.prefixes.nbytes,
+            reused_tokens=at.reused_tokens,
             longest_pause_seconds=at.longest_pause,
         )
 

@@ -24,7 +24,7 @@ USUAL_SHARE = 0.25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixCacheConfig:
-    """Which policies an engine reuses prefixes for, and their maximum bytes in host memory.
+    """Config of an engine's reuse of prefixes: for which policies, and their maximum bytes in host memory.
 
     Attributes:
         policies: "auto" for policies that do not score entries by the prompt's end, so that a continued conversation
@@ -57,10 +57,10 @@ AUTO_PREFIXES = PrefixCacheConfig()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixOwner:
-    """Who may reuse a prefix: requests of one client, None without API keys, under an equal policy."""
+    """Requests that may reuse a prefix: those of one client, "" for no name, under an equal policy."""
 
     policy: Policy
-    client: str | None
+    client: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -34,6 +34,7 @@ class Scheduler:
         waiting: requests that wait for prefill, in order of arrival.
         answered: number of answered requests.
         tokens: number of sampled tokens.
+        reused_tokens: number of prompt tokens that stored caches held.
         longest_pause: longest time in seconds between two tokens of one request, or two blocks of up to 8 tokens.
     """
 
@@ -50,6 +51,7 @@ class Scheduler:
         self.prefixes = prefixes
         self.waiting: collections.deque[PrefillWork] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
+        self.reused_tokens = 0
         # The answers to one prompt, or a document, with its prefill.
         self._reading: tuple[list[PrefillWork], Walk[KVCache]] | None = None
         self._ready: collections.deque[RequestWork] = collections.deque()
@@ -197,7 +199,10 @@ class Scheduler:
         if any((True, round_up_to_question(size)) in self.slots.uncompiled for size in sizes):
             return None
         placed = self.slots.place_stored_cache(found.cache, left, work.new)
-        return None if placed is None else dataclasses.replace(found, cache=placed)
+        if placed is None:
+            return None
+        self.reused_tokens += found.tokens
+        return dataclasses.replace(found, cache=placed)
 
     def _store_conversation(self, slot: int, work: RequestWork) -> None:
         """Store the cache of an answered request, which its slot still holds, for prompts that continue the text."""
@@ -212,7 +217,7 @@ class Scheduler:
     def _get_prefix_owner(self, work: RequestWork) -> PrefixOwner:
         """Return whose stored prefixes a request shares: its client's, under its policy."""
         policy = self.slots.session.policy if work.policy is None else work.policy
-        return PrefixOwner(policy=policy, client=work.client)
+        return PrefixOwner(policy=policy, client=work.owner)
 
     def _advance_prefill(self) -> None:
         """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests."""

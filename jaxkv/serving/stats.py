@@ -44,6 +44,8 @@ class EngineStats:
         new_tokens: number of sampled tokens.
         nbytes: size of all slots in bytes.
         document_bytes: size of the documents on the device in bytes.
+        prefix_bytes: size of the caches of answered conversations in host memory, in bytes.
+        reused_tokens: number of prompt tokens that were not read because such a cache held them.
         longest_pause_seconds: longest time between two tokens of one request, or between two blocks of up to 8 tokens
             if nobody reads its text.
     """
@@ -58,4 +60,6 @@ class EngineStats:
     new_tokens: int
     nbytes: int
     document_bytes: int
+    prefix_bytes: int
+    reused_tokens: int
     longest_pause_seconds: float

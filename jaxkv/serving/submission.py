@@ -30,12 +30,13 @@ def submit_body_requests(
     limits: RequestLimits,
     seed: int | None = None,
     offline: bool = False,
+    owner: str = "",
 ) -> list[Request]:
     """Submit `n` requests per prompt of a body; return them all; cancel all and raise if one is rejected.
 
     `limits` bound the number of answers and their time. An answer has at most as many tokens as a slot of the engine
     allows. The seed is the body's, else `seed`, else a random one. A single answer samples with the key of the seed,
-    answer i of several with `jax.random.fold_in(key, i)`.
+    answer i of several with `jax.random.fold_in(key, i)`. `owner` names the client.
     """
     chat, prompts, count = isinstance(body, ChatBody), body.prompts, body.n * len(body.prompts)
     if count > limits.answers:
@@ -52,6 +53,7 @@ def submit_body_requests(
         "raw": not chat and document is None,
         "document": document,
         "offline": offline,
+        "owner": owner,
     }
     if body.seed is not None:
         seed = body.seed

@@ -34,7 +34,8 @@ class PrefillWork:
         policy: the engine's policy with a budget of its own; None for the engine's.
         deadline: latest time of completion on the clock `time.monotonic`; None for no limit.
         document: the document of a question; None for a prompt.
-        owner: name of the server's client that posts a document; empty for none.
+        owner: name of the server's client that posts a document, or whose conversations a request shares; empty for
+            none.
         future: future of the result, here the compressed `Document`.
         submitted: time of submission.
         begun: start time of its prefill.
@@ -97,7 +98,6 @@ class RequestWork(PrefillWork):
         ready: the compressed sequence while it waits for a slot, else None.
         told: True if its first token was sampled, and its text passed to readers, before it had a slot.
         prefix: stored cache that the prompt begins with, once its prefill has started; None if it is read whole.
-        client: whose prefixes the request may reuse, None without API keys; and its conversation is stored for.
         sampled: ids that its slot has sampled, those after a stop string included.
         kept: entries per kv head and layer after prefill, on average.
         first: time of its first sampled token; None before.
@@ -110,7 +110,6 @@ class RequestWork(PrefillWork):
     stops: tuple[str, ...]
     eos: tuple[int, ...]
     offline: bool
-    client: str | None
     text: ChatTokenizer | None
     request: Request = dataclasses.field(default_factory=Request)
     ready: PausedSequence | None = None
