@@ -19,7 +19,8 @@ from benchmarks import qa_peer, record
 from benchmarks.serving_http import serving
 
 MODEL, NEW, TOKENS = "smollm2-135m-instruct", 24, 1500
-POLICIES = {"full": "full", "kvzip": "kvzip --budget 0.25"}
+# Arguments of policies by the name of their model.
+POLICIES = {"full": "full", "full:kvzip-budget-0.25": "kvzip --budget 0.25"}
 # Words of a document that has about as many tokens as asked for.
 qa_peer.WORDS = 1080
 
