@@ -26,6 +26,7 @@ from jaxkv.serving.schemas import (
     Usage,
 )
 from jaxkv.serving.service import RequestRecord, Served, ServerState
+from jaxkv.text.answer_parsing import AnswerParser, Delta
 
 routes = APIRouter()
 _FORM: Any = {"response_model": Reply, "response_model_exclude_unset": True}
@@ -124,7 +125,7 @@ async def _generate_events(
         made = Reply(choices=choices, **head, **numbers)
         return _format_sse_event(made.model_dump_json(exclude_unset=True).encode())
 
-    def make_piece_event(at: int, delta: dict[str, str], reason: str | None = None) -> bytes:
+    def make_piece_event(at: int, delta: Delta, reason: str | None = None) -> bytes:
         """Return the bytes of an event with one piece of answer `at`: a text, a chat's role, or the finish reason."""
         told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": reason}
         if chat:
@@ -132,6 +133,7 @@ async def _generate_events(
         return make_chunk_event([TextChoice(text=delta.get("content", ""), **told)])
 
     unopened = set(range(len(requests))) if chat else set()
+    parsers = [AnswerParser(each.format) for each in requests]
     try:
         async for at, found in submission.iterate_text_pieces(requests):
             sent = b""
@@ -139,10 +141,14 @@ async def _generate_events(
                 # Clients measure the time to the first token by the first event.
                 unopened.discard(at)
                 sent = make_piece_event(at, {"role": "assistant", "content": ""})
-            if isinstance(found, str):
-                yield sent + make_piece_event(at, {"content": found})
-            else:
-                yield sent + make_piece_event(at, {}, found.finish_reason)
+            parser = parsers[at]
+            deltas = parser.push_text(found) if isinstance(found, str) else parser.flush_text()
+            sent += b"".join(make_piece_event(at, each) for each in deltas)
+            if not isinstance(found, str):
+                reason = parser.rename_finish_reason(found.finish_reason)
+                sent += make_piece_event(at, {}, reason)
+            if sent:
+                yield sent
         usage = submission.count_usage_tokens(requests, body.n, document)
         _record_token_counts(service, record, requests, usage)
         if counted:

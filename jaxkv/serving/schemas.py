@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxkv._errors import require
 from jaxkv.engine.sampling import Sampling
+from jaxkv.text.chat import Chat
 from jaxkv.text.prompts import Prompt
 
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -55,19 +57,44 @@ class Part(Body):
     text: str
 
 
-class Message(Body):
-    """Chat message: a role, and a text or a list of text parts."""
+class CalledFunction(Body):
+    """Function and arguments of a tool call in a message; the arguments are JSON of an object."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1)]
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Body):
+    """Tool call in an assistant's message: an id, which the tool's message repeats, and the called function."""
+
+    id: Filled
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Body):
+    """Chat message: a role, a text or a list of text parts, and an assistant's calls and reasoning."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
     name: str | None = None
+    tool_calls: list[MessageToolCall] = []
+    tool_call_id: str = ""
+    reasoning_content: str = ""
 
     @property
-    def role_and_content(self) -> dict[str, str]:
-        """The message as {"role", "content"}, its text parts joined, the role "developer" as "system"."""
+    def template_message(self) -> dict[str, Any]:
+        """The message for chat templates: text parts joined, "developer" as "system"; ValueError for missing fields."""
+        said = self.content is not None
+        acts = self.role == "assistant" and bool(self.tool_calls or self.reasoning_content)
+        require(said or acts, "messages", self.role, "no content: use a text")
+        named = self.role != "tool" or bool(self.tool_call_id)
+        require(named, "messages", self.role, "no tool_call_id: use the id of the call")
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return self.model_dump(exclude_defaults=True) | {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "".join(each.text for each in parts) if isinstance(parts, list) else parts,
+        }
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -134,16 +161,50 @@ class TextBody(CompletionBody):
         return self.max_tokens or 16
 
 
+class FunctionSchema(Body):
+    """Function that a model may call: its name, and a JSON schema of its parameters."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """Tool that a model may call, a function."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
 class ChatBody(CompletionBody):
-    """Body of POST /v1/chat/completions: the messages of one chat."""
+    """Body of POST /v1/chat/completions: the messages of one chat, and tools that the answer may call."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
+    tools: list[Tool] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
+
+    @property
+    def chat(self) -> Chat:
+        """Prompt of a chat body: its messages, tools, and arguments of the chat template; ValueError for unfit ones."""
+        remedy = "not supported, since required calls need a grammar: use auto or none"
+        require(self.tool_choice in ("auto", "none"), "tool_choice", self.tool_choice, remedy)
+        effort, tools = self.reasoning_effort, [] if self.tool_choice == "none" else self.tools
+        thinks = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        return Chat(
+            messages=[each.template_message for each in self.messages],
+            tools=[each.model_dump(exclude_unset=True) for each in tools],
+            template_arguments=thinks | self.chat_template_kwargs,
+        )
 
     @property
     def prompts(self) -> list[Prompt]:
-        """List of a chat body's one prompt: its messages, as dicts of role and content."""
-        return [[each.role_and_content for each in self.messages]]
+        """List of a chat body's one prompt."""
+        return [self.chat]
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -204,13 +265,13 @@ class TextChoice(Choice):
 class ChatChoice(Choice):
     """One complete answer of /v1/chat/completions: its message."""
 
-    message: dict[str, str | None]
+    message: dict[str, Any]
 
 
 class ChatPiece(Choice):
     """Piece of an answer of /v1/chat/completions in a stream: its delta."""
 
-    delta: dict[str, str]
+    delta: dict[str, Any]
 
 
 class Reply(BaseModel):
