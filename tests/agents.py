@@ -143,7 +143,7 @@ class ScriptedAnswers(AnswerCollector):
 
     scripts = collections.deque()
 
-    def __init__(self, text, batch, stops, kept=()):
+    def __init__(self, text, batch, stops, kept):
         super().__init__(text, batch, stops, kept)
         self._script = text.encode(self.scripts.popleft(), bos=False)
         self._ends = text.eos_ids

@@ -157,11 +157,13 @@ def test_formats_follow_the_template_the_names_and_the_tools():
         assert markers(kind) == markers(kind, tool_parser=kind)
         assert "call" not in markers(kind, tool_parser="none")
         assert "call" not in markers(kind, tools=())
-        assert "reasoning" not in markers(kind, reasoning_parser="none")
-    assert "reasoning" in markers("hermes", tools=()) and "reasoning" in markers(
+        assert "reasoning_content" not in markers(kind, reasoning_parser="none")
+    assert "reasoning_content" in markers("hermes", tools=()) and "reasoning_content" in markers(
         "harmony", tools=()
     )
-    assert "reasoning" not in markers("llama3") and "reasoning" not in markers("mistral")
+    assert "reasoning_content" not in markers("llama3") and "reasoning_content" not in markers(
+        "mistral"
+    )
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert markers("llama3", tools=()) == {"content": {}}
     assert "call" in markers("hermes", tool_parser="mistral") and plain

@@ -257,7 +257,7 @@ class AnswerCollector:
         text: ChatTokenizer | None,
         batch: int,
         stops: Sequence[str],
-        kept: Sequence[Collection[str]] = (),
+        kept: Sequence[Collection[str]],
     ):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.met: list[str | None] = [None] * batch

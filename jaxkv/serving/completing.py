@@ -145,8 +145,7 @@ async def _generate_events(
             deltas = parser.push_text(found) if isinstance(found, str) else parser.flush_text()
             sent += b"".join(make_piece_event(at, each) for each in deltas)
             if not isinstance(found, str):
-                reason = parser.rename_finish_reason(found.finish_reason)
-                sent += make_piece_event(at, {}, reason)
+                sent += make_piece_event(at, {}, parser.rename_finish_reason(found.finish_reason))
             if sent:
                 yield sent
         usage = submission.count_usage_tokens(requests, body.n, document)

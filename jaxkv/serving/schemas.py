@@ -84,16 +84,17 @@ class Message(Body):
 
     @property
     def template_message(self) -> dict[str, Any]:
-        """The message for chat templates: text parts joined, "developer" as "system"; ValueError for missing fields."""
-        said = self.content is not None
-        acts = self.role == "assistant" and bool(self.tool_calls or self.reasoning_content)
-        require(said or acts, "messages", self.role, "no content: use a text")
-        named = self.role != "tool" or bool(self.tool_call_id)
-        require(named, "messages", self.role, "no tool_call_id: use the id of the call")
-        parts = self.content
+        """The message for chat templates, its content one text, "developer" as "system"; ValueError without a field."""
+        parts, role = self.content, self.role
+        said = role == "assistant" or parts is not None
+        require(said, "messages", role, "no content: use a text")
+        answers = role != "tool" or bool(self.tool_call_id)
+        require(answers, "messages", role, "no tool_call_id: use the id of the call")
         return self.model_dump(exclude_defaults=True) | {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "".join(each.text for each in parts) if isinstance(parts, list) else parts,
+            "role": "system" if role == "developer" else role,
+            "content": "".join(each.text for each in parts)
+            if isinstance(parts, list)
+            else parts or "",
         }
 
 

@@ -14,7 +14,7 @@ from jaxkv.text.tokenizer import ChatTokenizer
 
 _FORMATS = tomllib.loads(Path(__file__).with_name("answer_formats.toml").read_text("utf-8"))
 PARSERS = {"tool_parser": ("auto", *_FORMATS), "reasoning_parser": ("auto", "none")}
-_CONTENT, _REASONING, _CALL, _HEADER = "content", "reasoning", "call", "header"
+_CONTENT, _REASONING, _CALL, _HEADER = "content", "reasoning_content", "call", "header"
 # In harmony's format, the header of a stretch has a marker, and a text that shows the kind of the stretch.
 _CHANNEL, _CONTROL = "<|channel|>", "<|"
 _HEADER_SIGNS = {_CALL: "to=functions.", _REASONING: "analysis", _CONTENT: ""}
@@ -69,16 +69,19 @@ def choose_answer_format(
     Returns:
         The format.
     """
-    source, named = text.template or "", tool_parser not in ("auto", "none")
-    table = next(each for each in _FORMATS.values() if each["sign"] in source)
-    table = _FORMATS[tool_parser] if named else table
+    source, name = text.template or "", tool_parser
+    if name in ("auto", "none"):
+        name = next(name for name, each in _FORMATS.items() if each["sign"] in source)
+    table = _FORMATS[name]
     ends_reasoning = any(marker in source for marker in table["markers"][_REASONING])
-    text_only = {_REASONING} if reasoning_parser == "none" or not ends_reasoning else set()
-    text_only |= {_CALL} if tool_parser == "none" or not chat.tools else set()
+    is_text = {
+        _REASONING: reasoning_parser == "none" or not ends_reasoning,
+        _CALL: tool_parser == "none" or not chat.tools,
+    }
     markers = {
-        kind: {marker: begun for marker, begun in ends.items() if begun not in text_only}
+        kind: {marker: begun for marker, begun in ends.items() if not is_text.get(begun)}
         for kind, ends in table["markers"].items()
-        if kind not in text_only
+        if not is_text.get(kind)
     }
     begin = tuple(marker for marker, kind in markers[_CONTENT].items() if kind == _REASONING)
     prompt = text.render_chat(**chat.template_inputs, generation_prompt=True) if begin else ""
@@ -105,7 +108,7 @@ class AnswerParser:
         self.message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
         self._kind = _REASONING if format.reasons else next(iter(format.markers))
         # The text of the stretch that is left, and the marker or header before it.
-        self._left, self._opening = "", ""
+        self._left = self._opening = ""
         # Whether whitespace is left out, as between stretches.
         self._trims = len(format.markers) > 1
 
@@ -139,12 +142,13 @@ class AnswerParser:
 
     def _find_marker(self) -> tuple[int, str] | None:
         """Return index and text of the first marker that ends the current stretch; None without one."""
-        found = []
-        for marker in self._format.markers[self._kind]:
-            at = self._left.find(marker)
-            first = self._trims and not self._left[:at].strip()
-            if at >= 0 and (first or marker not in self._format.initial):
-                found.append((at, marker))
+        left, initial = self._left, self._format.initial
+        found = (
+            (at, marker)
+            for marker in self._format.markers[self._kind]
+            if (at := left.find(marker)) >= 0
+            and (marker not in initial or (self._trims and not left[:at].strip()))
+        )
         return min(found, default=None)
 
     def _end_stretch(self, text: str, marker: str) -> list[Delta]:
@@ -177,9 +181,9 @@ class AnswerParser:
         text = text.lstrip() if self._trims else text
         if not text:
             return []
-        self._trims, name = False, "content" if kind == _CONTENT else "reasoning_content"
-        self.message[name] = self.message.get(name, "") + text
-        return [{name: text}]
+        self._trims = False
+        self.message[kind] = self.message.get(kind, "") + text
+        return [{kind: text}]
 
     def _pass_call(self, name: str, arguments: str) -> list[Delta]:
         """Return a call as deltas, first its name, then its arguments; empty for a second call unless `parallel`."""

@@ -9,8 +9,19 @@ from jaxkv._errors import require
 from jaxkv.text.tokenizer import Message
 
 # Variables of chat templates that jaxkv sets, and names of its functions' own arguments.
-_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "generation_prompt"}
-_RESERVED |= {"bos_token", "eos_token", "pad_token", "unk_token", "self", "edges"}
+_RESERVED = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "self",
+    "edges",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
