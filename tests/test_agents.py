@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import agents
+import lettered
 import openai
 import pytest
 from starlette.testclient import TestClient
@@ -109,13 +110,16 @@ def test_prompts_of_python():
     expected = jaxkv.generate(model, Chat(messages=[whole], tools=agents.TOOLS), **options)
     assert jaxkv.generate(model, "Now?", cache=cache, **options).text == expected.text
     for prompt, said in (
-        (Chat(messages=[ASK], tools=agents.TOOLS), "tools=2: the cache"),
+        (Chat(messages=[ASK], tools=agents.TOOLS), "tools=2: not rendered"),
         (turns(), "prompt="),
     ):
         with pytest.raises(ValueError, match=said):
             jaxkv.generate(model, prompt, cache=alone.cache, **options)
     with pytest.raises(ValueError, match="prompt="):
         jaxkv.prefill(model, turns())
+    with pytest.raises(ValueError, match="tools=2: not rendered"):
+        plain = lettered.tiny()
+        jaxkv.generate(plain, Chat(messages=[ASK], tools=agents.TOOLS), **options)
     with pytest.raises(ValueError, match=r"template_arguments=\['tools'\]"):
         Chat(messages=[ASK], template_arguments={"tools": []})
 

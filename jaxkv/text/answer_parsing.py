@@ -105,7 +105,7 @@ class AnswerParser:
     def __init__(self, format: AnswerFormat):
         """Start an answer of a format."""
         self._format = format
-        self.message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        self.message: Delta = {"role": "assistant", "content": "", "refusal": None}
         self._kind = _REASONING if format.reasons else next(iter(format.markers))
         # The text of the stretch that is left, and the marker or header before it.
         self._left = self._opening = ""
@@ -206,7 +206,7 @@ def _parse_calls(opening: str, text: str) -> list[tuple[str, str]]:
 
     Malformed ones raise ValueError, TypeError, AttributeError or RecursionError.
     """
-    calls = list[tuple[Any, Any]]()
+    calls: list[Any] = []
     if named := _RECIPIENT.search(opening) or _NAMED_CALL.fullmatch(text):
         calls = [(named[1], _JSON.decode(named[2] if named.re is _NAMED_CALL else text))]
     else:

@@ -16,7 +16,7 @@ from jaxkv.text.chat import Chat
 from jaxkv.text.control_tokens import EDGE
 from jaxkv.text.tokenizer import ChatTokenizer, Message, make_assistant_message, make_user_message
 
-Prompt = str | Sequence[Any] | np.ndarray | Chat | Any
+Prompt = str | Sequence[Any] | np.ndarray | Any
 
 # Separates a cached text with an open user turn from the question, which would otherwise continue its last line.
 _BLANK_LINE = "\n\n"
@@ -209,8 +209,9 @@ def _check_chat(
     # A question cannot continue the result of a tool.
     ends = _is_text_of("user", items[-1]) or (close and _is_text_of("tool", items[-1]))
     require(ends, "prompt", dict(items[-1]), remedy)
-    remedy = "the cache has the beginning of the conversation: give tools there"
-    require(turn is ConversationState.START or not chat.tools, "tools", len(chat.tools), remedy)
+    remedy = "not rendered: give them where the conversation begins, if the model's chat template has tools"
+    renders = turn is ConversationState.START and "tools" in (text.template or "")
+    require(renders or not chat.tools, "tools", len(chat.tools), remedy)
     remedy = "the cache has the earlier messages: use one user message"
     if turn is ConversationState.USER:
         remedy = "the cache has the beginning of the user's turn: continue with its end"
