@@ -36,6 +36,7 @@ ANSWERS = [
     ("hermes", "So <tool_call>{oops}</tool_call>.", "So <tool_call>{oops}</tool_call>.", "", []),
     ("llama3", ";\n".join(map(json.dumps, LLAMA)), "", "", CALLS),
     ("llama3", f"<|python_tag|>{json.dumps(LLAMA[0])}", "", "", CALLS[:1]),
+    ("llama3", f"{{find{FINDS}", f"{{find{FINDS}", "", []),
     ("llama3", '{"name": "find"}', '{"name": "find"}', "", []),
     ("llama3", f"I say {json.dumps(LLAMA[0])}", f"I say {json.dumps(LLAMA[0])}", "", []),
     ("mistral", f"[TOOL_CALLS] {json.dumps([ONE, TWO])}", "", "", CALLS),

@@ -207,11 +207,11 @@ def _parse_calls(opening: str, text: str) -> list[tuple[str, str]]:
     Malformed ones raise ValueError, TypeError, AttributeError or RecursionError.
     """
     calls: list[Any] = []
+    # An answer of Llama 3 without a marker begins with the call.
+    text, at = f"{opening}{text}" if opening == "{" else text, 0
     if named := _RECIPIENT.search(opening) or _NAMED_CALL.fullmatch(text):
         calls = [(named[1], _JSON.decode(named[2] if named.re is _NAMED_CALL else text))]
     else:
-        # An answer of Llama 3 without a marker begins with the call.
-        text, at = f"{opening}{text}" if opening == "{" else text, 0
         while text := text[at:].lstrip(" \n\t;,"):
             value, at = _JSON.raw_decode(text)
             found = value if isinstance(value, list) else [value]
