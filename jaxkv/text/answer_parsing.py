@@ -15,7 +15,7 @@ from jaxkv.text.tokenizer import ChatTokenizer
 _FORMATS = tomllib.loads(Path(__file__).with_name("answer_formats.toml").read_text("utf-8"))
 PARSERS = {"tool_parser": ("auto", *_FORMATS), "reasoning_parser": ("auto", "none")}
 _CONTENT, _REASONING, _CALL, _HEADER = "content", "reasoning_content", "call", "header"
-# In harmony's format, the header of a stretch has a marker, and a text that shows the kind of the stretch.
+# In harmony's format, the header of a section has a marker, and a text that shows the kind of the section.
 _CHANNEL, _CONTROL = "<|channel|>", "<|"
 _HEADER_SIGNS = {_CALL: "to=functions.", _REASONING: "analysis", _CONTENT: ""}
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -32,7 +32,7 @@ class AnswerFormat:
     """Format of an answer: the markers of reasoning and tool calls, as in `answer_formats.toml`; by default, none.
 
     Attributes:
-        markers: for each kind of stretch, the markers that end it, each with the kind that it begins; the answer
+        markers: for each kind of section, the markers that end it, each with the kind that it begins; the answer
             begins with the first kind.
         initial: the markers that count only before other text.
         id_length: number of characters of a call's id.
@@ -107,9 +107,9 @@ class AnswerParser:
         self._format = format
         self.message: Delta = {"role": "assistant", "content": "", "refusal": None}
         self._kind = _REASONING if format.reasons else next(iter(format.markers))
-        # The text of the stretch that is left, and the marker or header before it.
+        # The text of the section that is left, and the marker or header before it.
         self._left = self._opening = ""
-        # Whether whitespace is left out, as between stretches.
+        # Whether whitespace is left out, as between sections.
         self._trims = len(format.markers) > 1
 
     def push_text(self, text: str) -> list[Delta]:
@@ -117,8 +117,8 @@ class AnswerParser:
         self._left, deltas = self._left + text, list[Delta]()
         while (found := self._find_marker()) is not None:
             at, marker = found
-            stretch, self._left = self._left[:at], self._left[at + len(marker) :]
-            deltas += self._end_stretch(stretch, marker)
+            section, self._left = self._left[:at], self._left[at + len(marker) :]
+            deltas += self._end_section(section, marker)
         if self._kind in (_CONTENT, _REASONING):
             # The end of the text may be the beginning of a marker.
             held = (
@@ -134,14 +134,14 @@ class AnswerParser:
 
     def flush_text(self) -> list[Delta]:
         """End the answer; return the rest of its deltas."""
-        return self._end_stretch(self._left, "")
+        return self._end_section(self._left, "")
 
     def rename_finish_reason(self, reason: str) -> str:
         """Return why the answer ended: "tool_calls" if it has calls and was not cut, else the given reason."""
         return "tool_calls" if reason == "stop" and "tool_calls" in self.message else reason
 
     def _find_marker(self) -> tuple[int, str] | None:
-        """Return index and text of the first marker that ends the current stretch; None without one."""
+        """Return index and text of the first marker that ends the current section; None without one."""
         left, initial = self._left, self._format.initial
         found = (
             (at, marker)
@@ -151,8 +151,8 @@ class AnswerParser:
         )
         return min(found, default=None)
 
-    def _end_stretch(self, text: str, marker: str) -> list[Delta]:
-        """End a stretch with the rest of its text, at a marker or, if empty, the answer's end; return its deltas."""
+    def _end_section(self, text: str, marker: str) -> list[Delta]:
+        """End a section with the rest of its text, at a marker or, if empty, the answer's end; return its deltas."""
         markers, ended, opening = self._format.markers, self._kind, self._opening
         self._kind, self._opening = markers[ended].get(marker, ended), marker
         if ended == _HEADER and marker:
@@ -177,7 +177,7 @@ class AnswerParser:
         return [delta for call in calls for delta in self._pass_call(*call)]
 
     def _pass_text(self, kind: str, text: str) -> list[Delta]:
-        """Return text of a kind as deltas, without whitespace between stretches."""
+        """Return text of a kind as deltas, without whitespace between sections."""
         text = text.lstrip() if self._trims else text
         if not text:
             return []
