@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxkv.policies.methods import *  # noqa: F403
     from jaxkv.serving import Engine
     from jaxkv.sharding.resharding import reshard
+    from jaxkv.text.chat import Chat
     from jaxkv.transform.compressing import compress, compress_layers
     from jaxkv.transform.state import CompressedKV
 
@@ -51,6 +52,7 @@ _HOMES = {
     ),
     "jaxkv.serving": "Engine",
     "jaxkv.sharding.resharding": "reshard",
+    "jaxkv.text.chat": "Chat",
     "jaxkv.transform.compressing": "compress compress_layers",
     "jaxkv.transform.state": "CompressedKV",
 }

@@ -50,7 +50,7 @@ def prefill(
 
     Args:
         params: model from `jaxkv.load`.
-        prompt: text, chat messages, token ids, or a list of such prompts.
+        prompt: text, chat messages, a `Chat`, token ids, or a list of such prompts.
         policy: compression policy, its name, or its class for default settings. FullKV(), the default, keeps every
             entry.
         raw: True if the text is plain text, not a user's message.
@@ -174,9 +174,9 @@ def generate(
 
     Args:
         params: model from `jaxkv.load`.
-        prompt: text, chat messages, token ids, or a list of such prompts. With a cache, the text that continues it.
-            After `prefill` of a text, a question is separated by a blank line, unless it begins with a line break or
-            consists of ids.
+        prompt: text, chat messages, a `Chat`, token ids, or a list of such prompts. With a cache, the text that
+            continues it. After `prefill` of a text, a question is separated by a blank line, unless it begins with a
+            line break or consists of ids.
         policy: compression policy, its name, or its class for default settings. FullKV(), the default, keeps every
             entry. With a cache the policy is the cache's.
         cache: cache from `prefill` or an earlier `generate`; it is not changed. A cache of one sequence serves many
@@ -316,7 +316,7 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     decode_loop = session.start_decode_loop(
         cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos
     )
-    answers = AnswerCollector(params.text, len(encoded.ids), call.stops)
+    answers = AnswerCollector(params.text, len(encoded.ids), call.stops, encoded.kept)
     yield from _sample_until_end(call, decode_loop, answers)
     with session.clocks.decode:
         cache = decode_loop.finish_sampling()

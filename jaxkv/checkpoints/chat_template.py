@@ -46,7 +46,7 @@ def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return template or None
 
 
-def render_chat_template(source: str, **variables: Any) -> str:
+def render_chat_template(source: str, /, **variables: Any) -> str:
     """Render a chat template in a sandbox from its Jinja source and variables; return the text.
 
     The sandbox keeps a template from Python's objects and files. The length of the text is bounded, the time is not.
@@ -56,7 +56,7 @@ def render_chat_template(source: str, **variables: Any) -> str:
     """
     pieces, total = [], 0
     try:
-        for piece in _compile_template(source).generate(**variables):
+        for piece in _compile_template(source).generate(variables):
             pieces.append(piece)
             total += len(piece)
             if total > _MOST_CHARACTERS:

@@ -76,6 +76,9 @@ class ServeCommand(EngineOptions):
         queue: maximum number of waiting requests.
         timeout: seconds until an answer must be complete.
         max_body_bytes: maximum bytes of the body of a request.
+        tool_parser: format of tool calls in answers: hermes, llama3, mistral, harmony, none, or auto for that of the
+            chat template.
+        reasoning_parser: auto to split reasoning off answers by the chat template's markers, or none.
     """
 
     also: Annotated[tuple[str, ...], ArgumentSpec("POLICY", tuple, "append")] = ()
@@ -95,6 +98,8 @@ class ServeCommand(EngineOptions):
     queue: Count = 256
     timeout: Annotated[float, ArgumentSpec("S", parse_finite_float)] = 600.0
     max_body_bytes: Count = 8 << 20
+    tool_parser: Name = "auto"
+    reasoning_parser: Name = "auto"
 
     def run_command(self) -> None:
         """Serve HTTP until a signal, then end the process: code 0, or 130 if a signal stopped it immediately."""
@@ -112,6 +117,7 @@ class ServeCommand(EngineOptions):
             body_bytes=self.max_body_bytes,
             seconds=self.timeout,
             answers=min(64, self.queue),
+            **pick_fields(self, "tool_parser reasoning_parser"),
         )
         given = pick_fields(self, "queue document_bytes") | {
             "mesh": make_mesh_from_text(self.mesh),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Container, Generator, Iterator, Sequence
+from collections.abc import Collection, Container, Generator, Iterator, Sequence
 from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
@@ -252,10 +252,18 @@ class AnswerCollector:
         met: the stop string in each sequence's text; None without one.
     """
 
-    def __init__(self, text: ChatTokenizer | None, batch: int, stops: Sequence[str]):
+    def __init__(
+        self,
+        text: ChatTokenizer | None,
+        batch: int,
+        stops: Sequence[str],
+        kept: Sequence[Collection[str]],
+    ):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.met: list[str | None] = [None] * batch
-        self._decoders = [None if text is None else StreamDecoder(text) for _ in range(batch)]
+        self._decoders = [
+            None if text is None else StreamDecoder(text, each) for each in kept or [()] * batch
+        ]
         self._text = [""] * batch
         self._shown = [0] * batch
         self._stops = tuple(stops)

@@ -13,6 +13,7 @@ from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import copy_to_host
+from jaxkv.text.chat import Chat
 from jaxkv.text.prompts import render_added_messages
 from jaxkv.text.tokenizer import ChatTokenizer, make_user_message
 
@@ -70,10 +71,17 @@ def encode_sample(
             question + sample.prefix, bos=False
         )
     context = render_added_messages(
-        [make_user_message(sample.context)], text, turn=ConversationState.START, close=False
+        Chat(messages=[make_user_message(sample.context)]),
+        text,
+        turn=ConversationState.START,
+        close=False,
     )
     asked = render_added_messages(
-        [make_user_message(question)], text, turn=ConversationState.USER, close=True, parted=False
+        Chat(messages=[make_user_message(question)]),
+        text,
+        turn=ConversationState.USER,
+        close=True,
+        parted=False,
     )
     encode = partial(text.encode, bos=False, shielded=True)
     return encode(context), encode(asked + sample.prefix)

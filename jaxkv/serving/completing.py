@@ -27,6 +27,7 @@ from jaxkv.serving.schemas import (
     Usage,
 )
 from jaxkv.serving.service import RequestRecord, Served, ServerState
+from jaxkv.text.answer_parsing import AnswerParser, Delta
 
 routes = APIRouter()
 _FORM: Any = {"response_model": Reply, "response_model_exclude_unset": True}
@@ -135,7 +136,7 @@ async def _generate_events(
         numbers: dict[str, Any] = {"usage": usage} if counted else {}
         return writer.write_chunk(Reply(choices=choices, **head, **numbers))
 
-    def make_piece_event(at: int, delta: dict[str, str], **end: str | None) -> bytes:
+    def make_piece_event(at: int, delta: Delta, **end: str | None) -> bytes:
         """Return the bytes of an event with one piece of answer `at`: a text, a chat's role, or why it ended."""
         told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": None, **end}
         if chat:
@@ -143,6 +144,7 @@ async def _generate_events(
         return make_chunk_event([TextChoice(text=delta.get("content", ""), **told)])
 
     unopened = set(range(len(requests))) if chat else set()
+    parsers = [AnswerParser(each.format) for each in requests]
     try:
         async for at, found in submission.iterate_text_pieces(requests):
             sent = b""
@@ -150,11 +152,15 @@ async def _generate_events(
                 # Clients measure the time to the first token by the first event.
                 unopened.discard(at)
                 sent = make_piece_event(at, {"role": "assistant", "content": ""})
-            if isinstance(found, str):
-                yield sent + make_piece_event(at, {"content": found})
-            else:
-                end = {"finish_reason": found.finish_reason, "stop_reason": found.stop_reason}
-                yield sent + make_piece_event(at, {}, **end)
+            parser = parsers[at]
+            deltas = parser.push_text(found) if isinstance(found, str) else parser.flush_text()
+            sent += b"".join(make_piece_event(at, each) for each in deltas)
+            if not isinstance(found, str):
+                reason = parser.rename_finish_reason(found.finish_reason)
+                end = {"finish_reason": reason, "stop_reason": found.stop_reason}
+                sent += make_piece_event(at, {}, **end)
+            if sent:
+                yield sent
         usage = submission.count_usage_tokens(requests, body.n, document)
         _record_token_counts(service, record, requests, usage)
         counts = make_chunk_event([], usage) if counted else b""

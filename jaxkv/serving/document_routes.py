@@ -33,7 +33,7 @@ async def create_document(
     engine = service.models[record.model]
     future = await run_in_threadpool(
         engine.submit_document,
-        body.text if body.messages is None else [each.role_and_content for each in body.messages],
+        body.text if body.messages is None else [each.template_message for each in body.messages],
         raw=body.raw,
         budget=body.budget,
         deadline=service.limits.seconds,

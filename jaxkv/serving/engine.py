@@ -212,7 +212,7 @@ class Engine:
         """Queue a prompt, or a question on a document, once per given key; return the first `Request` without waiting.
 
         Args:
-            prompt: text, chat messages or token ids; a question if `document` is given.
+            prompt: text, chat messages, a `Chat` or token ids; a question if `document` is given.
             max_new_tokens: maximum number of tokens to sample; by default 128, or the engine's limit if lower.
             sampling: how to sample, a `Sampling`; None for greedy decoding.
             stop: strings that end the answer and are left out of its text.

@@ -23,7 +23,12 @@ _KINDS = {
     504: "timeout_error",
 }
 # Body fields by the names that errors of the engine use.
-_FIELDS = {"max_new_tokens": "max_tokens", "key": "seed", "sampling": "top_p"}
+_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "key": "seed",
+    "sampling": "top_p",
+    "template_arguments": "chat_template_kwargs",
+}
 
 
 class ClientDisconnected(Exception):

@@ -1,15 +1,16 @@
-"""`RequestLimits`: limits of one HTTP request, and the API keys."""
+"""`RequestLimits`: limits of one HTTP request, the API keys, and the parsers of answers."""
 
 import dataclasses
 from collections.abc import Mapping
 
 from jaxkv import _checks
 from jaxkv._errors import require
+from jaxkv.text.answer_parsing import PARSERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of one HTTP request: bytes of its body, seconds, answers; and the API keys.
+    """Limits of one HTTP request: bytes of its body, seconds, answers; the API keys; the parsers of answers.
 
     Attributes:
         api_key: key that clients send as `Authorization: Bearer KEY` or `x-api-key: KEY`; its clients have no name.
@@ -18,6 +19,8 @@ class RequestLimits:
         body_seconds: maximum time in seconds for a body to arrive.
         seconds: maximum time in seconds from the arrival of a body to the complete answer.
         answers: maximum number of answers to one body, which is prompts times `n`.
+        tool_parser: as in `choose_answer_format`.
+        reasoning_parser: as in `choose_answer_format`.
     """
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
@@ -26,6 +29,8 @@ class RequestLimits:
     body_seconds: int | float = 30.0
     seconds: int | float = 600.0
     answers: int = 64
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         """Validate the request limits, and that the API key, if any, has only visible ASCII characters."""
@@ -37,6 +42,9 @@ class RequestLimits:
             _checks.validate_field(
                 self, name, _checks.validate_float, "give seconds above 0", open_low=True, high=1e9
             )
+        for name, known in PARSERS.items():
+            given = getattr(self, name)
+            require(given in known, name, given, f"unknown: use one of {', '.join(known)}")
         for key in self.clients:
             require(
                 bool(key) and key.isascii() and key.isprintable() and " " not in key,

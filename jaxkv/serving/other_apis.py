@@ -1,5 +1,6 @@
 """Endpoints /v1/responses (OpenAI's) and /v1/messages (Anthropic's): chats with text in the forms of other APIs."""
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -16,9 +17,10 @@ from jaxkv.serving.schemas import (
     Messages,
     Part,
     Stop,
+    Tool,
 )
 from jaxkv.serving.service import Served
-from jaxkv.text.prompts import Prompt
+from jaxkv.text.chat import Chat
 
 routes = APIRouter()
 
@@ -28,20 +30,28 @@ def _wrap_text(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+def _unwrap_type(given: Any) -> Any:
+    """Return the type of a `{"type": ...}` without other fields; other values unchanged."""
+    return given["type"] if isinstance(given, dict) and {*given} == {"type"} else given
+
+
 class TranslatedBody(ChatBody):
     """Base of a chat's body in another API's form: for one answer; a subclass renames fields, later also of tools."""
 
     n: Literal[1] = 1
     system: str | Annotated[list[Part], Field(min_length=1)] | None = None
 
+    tools: Annotated[list[Tool], Field(max_length=0)] = []
+    tool_choice: Annotated[str | dict[str, Any], BeforeValidator(_unwrap_type)] = "auto"
+
     @property
-    def prompts(self) -> list[Prompt]:
-        """List of the body's one prompt: the system text and the messages, as dicts of role and content."""
-        (chat,) = super().prompts
+    def chat(self) -> Chat:
+        """Prompt of the body: its system text and its messages."""
+        chat = super().chat
         if self.system is None:
-            return [chat]
+            return chat
         first = Message(role="system", content=self.system)
-        return [[first.role_and_content, *chat]]
+        return dataclasses.replace(chat, messages=[first.template_message, *chat.messages])
 
 
 class ResponsesBody(TranslatedBody):

@@ -52,6 +52,8 @@ class RayServeSettings(ModelSettings, EngineSettings):
     api_key: str | None = None
     timeout: float = 600
     max_body_bytes: int = 8 << 20
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 @serve.ingress()
@@ -86,6 +88,8 @@ def app(settings: RayServeSettings) -> Any:
         api_key=settings.api_key,
         seconds=settings.timeout,
         body_bytes=settings.max_body_bytes,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
     )
     deployment = serve.deployment(Replica).options(
         num_replicas=settings.replicas,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from jaxkv.engine.generation_results import Completion
 from jaxkv.serving.stats import RequestStats
+from jaxkv.text.answer_parsing import PLAIN, AnswerFormat
 
 T = TypeVar("T")
 
@@ -64,10 +65,12 @@ class Request:
     Attributes:
         others: requests of the further answers to the same prompt.
         future: future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` cancels it.
+        format: markers of reasoning and tool calls in the text.
         stats: token counts and seconds of an answered request; None before, and if it failed or was cancelled.
     """
 
     others: tuple["Request", ...] = ()
+    format: AnswerFormat = PLAIN
 
     def __init__(self) -> None:
         """Create the handle of a waiting request."""

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxkv._errors import require
 from jaxkv.engine.sampling import Sampling
+from jaxkv.text.chat import Chat
 from jaxkv.text.prompts import Prompt
 
 TEXTS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
@@ -56,21 +58,47 @@ class Part(Body):
     cache_control: dict[str, Any] | None = None
 
 
-class Message(Body):
-    """Chat message: a role, and a text or a list of text parts; an earlier response's has an id and a status."""
+class CalledFunction(Body):
+    """Function and arguments of a tool call in a message; the arguments are JSON of an object."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1)]
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Body):
+    """Tool call in an assistant's message: an id, which the tool's message repeats, and the called function."""
+
+    id: Filled
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Body):
+    """Chat message: a role, a text or a list of text parts, an assistant's calls and reasoning; unused id, status."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(min_length=1)] | None = None
     name: str | None = None
     id: str | None = None
     status: str | None = None
+    tool_calls: list[MessageToolCall] = []
+    tool_call_id: str = ""
+    reasoning_content: str = ""
 
     @property
-    def role_and_content(self) -> dict[str, str]:
-        """The message as {"role", "content"}, its text parts joined, the role "developer" as "system"."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    def template_message(self) -> dict[str, Any]:
+        """The message for chat templates, its content one text, "developer" as "system"; ValueError without a field."""
+        parts, role = self.content, self.role
+        said = role == "assistant" or parts is not None
+        require(said, "messages", role, "no content: use a text")
+        answers = role != "tool" or bool(self.tool_call_id)
+        require(answers, "messages", role, "no tool_call_id: use the id of the call")
+        return self.model_dump(exclude_defaults=True, exclude={"id", "status"}) | {
+            "role": "system" if role == "developer" else role,
+            "content": "".join(each.text for each in parts)
+            if isinstance(parts, list)
+            else parts or "",
+        }
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -137,16 +165,50 @@ class TextBody(CompletionBody):
         return self.max_tokens or 16
 
 
+class FunctionSchema(Body):
+    """Function that a model may call: its name, and a JSON schema of its parameters."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """Tool that a model may call, a function."""
+
+    type: Literal["function"]
+    function: FunctionSchema
+
+
 class ChatBody(CompletionBody):
-    """Body of POST /v1/chat/completions: the messages of one chat."""
+    """Body of POST /v1/chat/completions: the messages of one chat, and tools that the answer may call."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
+    tools: list[Tool] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
+
+    @property
+    def chat(self) -> Chat:
+        """Prompt of a chat body: its messages, tools, and arguments of the chat template; ValueError for unfit ones."""
+        remedy = "not supported, since required calls need a grammar: use auto or none"
+        require(self.tool_choice in ("auto", "none"), "tool_choice", self.tool_choice, remedy)
+        effort, tools = self.reasoning_effort, [] if self.tool_choice == "none" else self.tools
+        thinks = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        return Chat(
+            messages=[each.template_message for each in self.messages],
+            tools=[each.model_dump(exclude_unset=True) for each in tools],
+            template_arguments=thinks | self.chat_template_kwargs,
+        )
 
     @property
     def prompts(self) -> list[Prompt]:
-        """List of a chat body's one prompt: its messages, as dicts of role and content."""
-        return [[each.role_and_content for each in self.messages]]
+        """List of a chat body's one prompt."""
+        return [self.chat]
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -208,13 +270,13 @@ class TextChoice(Choice):
 class ChatChoice(Choice):
     """One complete answer of /v1/chat/completions: its message."""
 
-    message: dict[str, str | None]
+    message: dict[str, Any]
 
 
 class ChatPiece(Choice):
     """Piece of an answer of /v1/chat/completions in a stream: its delta."""
 
-    delta: dict[str, str]
+    delta: dict[str, Any]
 
 
 class Reply(BaseModel):

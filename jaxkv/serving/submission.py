@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -18,6 +19,7 @@ from jaxkv.serving.errors import ClientDisconnected, HttpError
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.requests import Request
 from jaxkv.serving.schemas import ChatBody, ChatChoice, Reply, TextBody, TextChoice, Usage
+from jaxkv.text.answer_parsing import PLAIN, AnswerParser, choose_answer_format
 
 T = TypeVar("T")
 
@@ -39,10 +41,20 @@ def submit_body_requests(
     answer i of several with `jax.random.fold_in(key, i)`. `owner` names the client.
     """
     chat, prompts, count = isinstance(body, ChatBody), body.prompts, body.n * len(body.prompts)
+    format = PLAIN
     if count > limits.answers:
         most = f"request {limits.answers} at most per body"
         said = f"n={body.n}: {count} answers are too many: {most}"
         raise HttpError(400, said, param="n")
+    if isinstance(body, ChatBody):
+        format = choose_answer_format(
+            engine.session.params.tokenizer,
+            body.chat,
+            tool_parser=limits.tool_parser,
+            reasoning_parser=limits.reasoning_parser,
+        )
+        format = dataclasses.replace(format, parallel=body.parallel_tool_calls)
+        prompts = [dataclasses.replace(body.chat, kept_special_tokens=format.special_tokens)]
     options: dict[str, Any] = {
         "max_new_tokens": min(body.max_answer_tokens or engine.limits.new, engine.limits.new),
         "sampling": body.sampling_settings,
@@ -73,6 +85,8 @@ def submit_body_requests(
             left = max(1e-3, ends - time.monotonic())
             first = engine.submit(prompt, key=keys, deadline=left, **options)
             made += [first, *first.others]
+        for request in made:
+            request.format = format
     except BaseException:
         cancel_requests(made)
         raise
@@ -87,7 +101,8 @@ def make_complete_reply(
     document: Document | None,
 ) -> Reply:
     """Return the `Reply`, OpenAI's response object, with all complete answers of a body and their token counts."""
-    choices = [_make_choice(body, at, each) for at, each in enumerate(completions)]
+    found = zip(requests, completions, strict=True)
+    choices = [_make_choice(body, at, *each) for at, each in enumerate(found)]
     kind = "chat.completion" if isinstance(body, ChatBody) else "text_completion"
     usage = count_usage_tokens(requests, body.n, document)
     return Reply(object=kind, **make_reply_head(body, model), choices=choices, usage=usage)
@@ -103,18 +118,22 @@ def make_reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
     }
 
 
-def _make_choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
+def _make_choice(
+    body: TextBody | ChatBody, at: int, request: Request, completion: Completion
+) -> Any:
     """Return one `choices` item, `TextChoice` or `ChatChoice`, with a completion's text and finish reason."""
-    text = completion.text or ""
+    text, parser = completion.text or "", AnswerParser(request.format)
+    parser.push_text(text)
+    parser.flush_text()
     told: dict[str, Any] = {
         "index": at,
         "logprobs": None,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": parser.rename_finish_reason(completion.finish_reason),
         "stop_reason": completion.stop_reason,
     }
     if isinstance(body, TextBody):
         return TextChoice(text=text, **told)
-    return ChatChoice(message={"role": "assistant", "content": text, "refusal": None}, **told)
+    return ChatChoice(message=parser.message, **told)
 
 
 def count_usage_tokens(requests: list[Request], n: int, document: Document | None) -> Usage:

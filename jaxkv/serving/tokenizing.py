@@ -9,6 +9,7 @@ from jaxkv._errors import require
 from jaxkv.serving.errors import HttpError
 from jaxkv.serving.schemas import Body, Ids, Messages
 from jaxkv.serving.service import Served
+from jaxkv.text.chat import Chat
 from jaxkv.text.shown import decode_token_texts
 
 routes = APIRouter()
@@ -42,8 +43,9 @@ def tokenize(body: TokenizeBody, request: HttpRequest, service: Served) -> dict[
         ids = tokenizer.encode(body.prompt, bos=body.add_special_tokens)
     elif body.messages is not None and body.prompt is None:
         request.state.record.prompt = "messages"
-        given = tokenizer.shield_special_tokens([each.role_and_content for each in body.messages])
-        written = tokenizer.render_chat(given, generation_prompt=body.add_generation_prompt)
+        chat = Chat(messages=[each.template_message for each in body.messages])
+        given = tokenizer.shield_special_tokens(chat.template_inputs)
+        written = tokenizer.render_chat(**given, generation_prompt=body.add_generation_prompt)
         ids = tokenizer.encode(written, bos=False, shielded=True)
     else:
         raise HttpError(400, "prompt: use either prompt or messages", param="prompt")

@@ -132,7 +132,7 @@ class RequestWork(PrefillWork):
     def __post_init__(self) -> None:
         """Set the future of a request's work to that of its handle, and start an empty answer."""
         self.future = self.request.future
-        self.answers = AnswerCollector(self.text, 1, self.stops)
+        self.answers = AnswerCollector(self.text, 1, self.stops, self.encoded.kept)
 
     def add_sampled_tokens(self, tokens: list[int], now: float) -> float:
         """Add sampled ids and pass their text to readers; return seconds since the previous token, 0 for the first."""

@@ -23,18 +23,22 @@ class SpecialTokenShield:
     is rendered
     with these, so that all remaining special tokens are the template's; `encode_shielded_text` encodes the rendered
     text accordingly.
+
+    Attributes:
+        special: each special token, an `AddedToken`, by its id.
     """
 
     def __init__(self, tokenizer: Any):
         """Wrap the model's tokenizer; it is copied when the first text spells a special token."""
         self._tokenizer = tokenizer
         decoder = tokenizer.get_added_tokens_decoder()
-        self._special = {index: token for index, token in sorted(decoder.items()) if token.special}
+        self.special = {index: token for index, token in sorted(decoder.items()) if token.special}
 
     def shield_special_tokens(self, value: Any) -> Any:
         """Return texts (also in dicts, lists), special tokens as private-use characters and U+FDD0-U+FDEF as U+FFFD."""
         if isinstance(value, Mapping):
-            return {key: self.shield_special_tokens(each) for key, each in value.items()}
+            shield = self.shield_special_tokens
+            return {shield(key): shield(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.shield_special_tokens(each) for each in value]
         if not isinstance(value, str):
@@ -65,7 +69,7 @@ class SpecialTokenShield:
         The last name, without a token (None), only separates the characters around it.
         """
         named = [
-            *((index, _get_matching_rules(token)) for index, token in self._special.items()),
+            *((index, _get_matching_rules(token)) for index, token in self.special.items()),
             (None, {"normalized": False}),
         ]
         return {_make_token_name(_WRITTEN, at): each for at, each in enumerate(named)}
@@ -73,13 +77,13 @@ class SpecialTokenShield:
     @functools.cached_property
     def special_token_spellings(self) -> dict[str, str]:
         """Dict from each special token's text to one that encodes as plain text: the same, or with a separator."""
-        contents = [token.content for token in self._special.values()]
+        contents = [token.content for token in self.special.values()]
         found = {
             each: self._literal_tokenizer.encode(each, add_special_tokens=False).ids
             for each in contents
         }
-        joined = {each for each, ids in found.items() if not self._special.keys().isdisjoint(ids)}
-        parting = _make_token_name(_WRITTEN, len(self._special))
+        joined = {each for each, ids in found.items() if not self.special.keys().isdisjoint(ids)}
+        parting = _make_token_name(_WRITTEN, len(self.special))
         return {
             each: each[:1] + parting + each[1:] if each in joined else each for each in contents
         }
@@ -112,7 +116,7 @@ class SpecialTokenShield:
         finder.add_tokens(
             [
                 AddedToken(each.content, **_get_matching_rules(each) | found)
-                for each in self._special.values()
+                for each in self.special.values()
             ]
         )
         return finder

@@ -12,6 +12,7 @@ from jaxkv._checks import is_int_at_least, to_python_scalar, warn_once
 from jaxkv._errors import build_value_error, require
 from jaxkv.cache import ConversationState
 from jaxkv.models.config import ModelConfig
+from jaxkv.text.chat import Chat
 from jaxkv.text.control_tokens import EDGE
 from jaxkv.text.tokenizer import ChatTokenizer, Message, make_assistant_message, make_user_message
 
@@ -30,12 +31,14 @@ class EncodedPrompts:
         single: True for one prompt, not a list of prompts.
         turns: turn of each sequence's conversation after its prompt.
         unclosed: for each sequence, True for text or messages with an open user turn; always False for ids.
+        kept: for each sequence, special tokens that its answer's text keeps; empty if all leave them out.
     """
 
     ids: list[list[int]]
     single: bool
     turns: tuple[ConversationState, ...]
     unclosed: tuple[bool, ...] = ()
+    kept: tuple[tuple[str, ...], ...] = ()
 
     @property
     def conversation_state(self) -> ConversationState | tuple[ConversationState, ...]:
@@ -54,6 +57,7 @@ class EncodedPrompts:
             ids=self.ids + self.ids[-1:] * count,
             turns=self.turns + self.turns[-1:] * count,
             unclosed=self.unclosed + self.unclosed[-1:] * count,
+            kept=self.kept + self.kept[-1:] * count,
         )
 
     def pad_ids(self, slots: int) -> Int[np.ndarray, "B S"]:
@@ -76,7 +80,8 @@ def encode_prompts(
     """Encode one prompt or a list as `EncodedPrompts`: token ids, and each conversation's state after its prompt.
 
     Args:
-        prompt: text (a user message if the model has a chat template), chat messages, token ids, or a list of any.
+        prompt: text (a user message if the model has a chat template), chat messages, a `Chat`, token ids, or a list
+            of any.
         text: the model's tokenizer; None allows only token ids.
         config: config of the model, for the size of the vocabulary.
         turn: turn of the conversation before the prompt; one for all sequences, or one for each. In an open user turn,
@@ -117,12 +122,13 @@ def encode_prompts(
             not close and (after is ConversationState.USER or isinstance(item, str))
             for item, (_, after) in zip(items, results, strict=True)
         ),
+        kept=tuple(item.kept_special_tokens if isinstance(item, Chat) else () for item in items),
     )
 
 
 def _raise_not_a_prompt(given: Any) -> NoReturn:
     """Raise a TypeError for a value that is not a prompt, with a remedy."""
-    remedy = "not a prompt: use text, chat messages, token ids, or a list of them"
+    remedy = "not a prompt: use text, chat messages, a Chat, token ids, or a list of them"
     if isinstance(given, Mapping):
         remedy = (
             "not a prompt: use prompt['input_ids']"
@@ -145,6 +151,8 @@ def _convert_to_list(given: Any) -> str | list[Any]:
 
 def _list_prompts(prompt: Prompt) -> tuple[bool, list[Any]]:
     """Return two values: True if `prompt` is a single prompt, not a list of prompts; and the list of prompts."""
+    if isinstance(prompt, Chat):
+        return True, [prompt]
     items = _convert_to_list(prompt)
     first = items[0] if items else None
     single = isinstance(items, str) or isinstance(first, Mapping) or _is_token_id(first)
@@ -161,7 +169,7 @@ def _encode_prompt(
     item: Any, text: ChatTokenizer | None, *, turn: ConversationState, raw: bool, close: bool
 ) -> tuple[list[int], ConversationState]:
     """Encode one prompt (text, messages or ids); return its token ids and the conversation's state after it."""
-    items = _convert_to_list(item)
+    items: Any = list(item.messages) if isinstance(item, Chat) else _convert_to_list(item)
     if not items:
         return [], turn
     if not isinstance(items, str) and all(map(_is_token_id, items)):
@@ -177,50 +185,57 @@ def _encode_prompt(
             return text.encode(
                 given, bos=turn is ConversationState.START, shielded=not raw
             ), ConversationState.RAW
-        items = [make_user_message(items)]
+        chat = Chat(messages=[make_user_message(items)])
     else:
-        _check_messages(items, text, turn=turn, raw=raw)
+        chat = item if isinstance(item, Chat) else Chat(messages=items)
+        _check_chat(chat, text, turn=turn, raw=raw, close=close)
         if turn is ConversationState.RAW:
             return _encode_prompt(items[0]["content"], text, turn=turn, raw=raw, close=close)
-    told = render_added_messages(items, text, turn=turn, close=close)
+    told = render_added_messages(chat, text, turn=turn, close=close)
     return text.encode(
         told, bos=False, shielded=True
     ), ConversationState.ANSWER if close else ConversationState.USER
 
 
-def _check_messages(
-    items: Sequence[Message], text: ChatTokenizer, *, turn: ConversationState, raw: bool
+def _check_chat(
+    chat: Chat, text: ChatTokenizer, *, turn: ConversationState, raw: bool, close: bool
 ) -> None:
-    """Raise ValueError for messages with `raw`, without a template, not ended by a user text, or unfit for a cache."""
+    """Raise ValueError for a chat with `raw`, without a template, ended by another role, or unfit for a cache."""
+    items = chat.messages
     require(not raw, "raw", raw, "messages are not plain text: leave it out, or use text")
     remedy = "the model has no chat template: use text"
     require(text.has_template, "prompt", items[:1], remedy)
-    remedy = 'not a text of the user: end with {"role": "user", "content": "..."}'
-    require(_is_user_text(items[-1]), "prompt", dict(items[-1]), remedy)
+    remedy = 'not a text of the user or a tool: end with {"role": "user", "content": "..."}'
+    # A question cannot continue the result of a tool.
+    ends = _is_text_of("user", items[-1]) or (close and _is_text_of("tool", items[-1]))
+    require(ends, "prompt", dict(items[-1]), remedy)
+    remedy = "not rendered: give them where the conversation begins, if the model's chat template has tools"
+    renders = turn is ConversationState.START and "tools" in (text.template or "")
+    require(renders or not chat.tools, "tools", len(chat.tools), remedy)
     remedy = "the cache has the earlier messages: use one user message"
     if turn is ConversationState.USER:
         remedy = "the cache has the beginning of the user's turn: continue with its end"
-    fits = _is_user_text(items[0]) and (turn is ConversationState.USER or len(items) == 1)
+    fits = _is_text_of("user", items[0]) and (turn is ConversationState.USER or len(items) == 1)
     require(turn is ConversationState.START or fits, "prompt", len(items), remedy)
 
 
-def _is_user_text(message: Message) -> bool:
-    """True if a message has the role "user" and a text as content."""
-    return message.get("role") == "user" and isinstance(message.get("content"), str)
+def _is_text_of(role: str, message: Message) -> bool:
+    """True if a message has this role and a text as content."""
+    return message.get("role") == role and isinstance(message.get("content"), str)
 
 
 def render_added_messages(
-    messages: Sequence[Message],
+    chat: Chat,
     text: ChatTokenizer,
     *,
     turn: ConversationState,
     close: bool,
     parted: bool = True,
 ) -> str:
-    """Return the text that messages add to a conversation by the chat template, special tokens in contents shielded.
+    """Return the text that a chat adds to a conversation by the chat template, special tokens in its texts shielded.
 
     Args:
-        messages: the messages, the last a text of the user; in an open user turn, the first continues it.
+        chat: the messages, the last a text of the user or a tool; in an open user turn, the first continues it.
         text: the model's tokenizer, with a chat template.
         turn: turn of the conversation before them: `START`, `USER` or `ANSWER`.
         close: True to end the user's turn and open the answer's.
@@ -229,7 +244,9 @@ def render_added_messages(
     Returns:
         The text, for `ChatTokenizer.encode(shielded=True)`.
     """
-    told, skipped = text.shield_special_tokens(list(messages)), turn is not ConversationState.START
+    shield, skipped = text.shield_special_tokens, turn is not ConversationState.START
+    given = {name: shield(value) for name, value in chat.template_inputs.items()}
+    told = given.pop("messages")
     if turn is ConversationState.USER:
         content = told[0]["content"]
         before = "" if not parted or content.startswith(("\n", "\r")) else _BLANK_LINE
@@ -242,6 +259,6 @@ def render_added_messages(
         told = [make_user_message("?"), make_assistant_message(EDGE), *told]
     # New text is after the first `EDGE`, unless the conversation starts.
     if close:
-        return text.render_and_split(told, generation_prompt=True, edges=skipped)[skipped]
+        return text.render_and_split(told, edges=skipped, generation_prompt=True, **given)[skipped]
     told[-1] = {**told[-1], "content": told[-1]["content"] + EDGE}
-    return text.render_and_split(told, generation_prompt=False, edges=skipped + 1)[skipped]
+    return text.render_and_split(told, edges=skipped + 1, generation_prompt=False, **given)[skipped]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ class ChatTokenizer:
 
     Attributes:
         bos_id: id of the beginning-of-sequence token, or None.
+        template: Jinja source of the chat template, or None.
         has_template: True if the checkpoint has a chat template.
     """
 
@@ -73,8 +74,8 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._specials = dict(specials or {})
         self._origin = origin
-        self._template = template or None
-        self.has_template = self._template is not None
+        self.template = template or None
+        self.has_template = self.template is not None
         bos, eos = (self._specials.get(f"{kind}_token") for kind in ("bos", "eos"))
         self.bos_id: int | None = None if bos is None else tokenizer.token_to_id(bos)
         self._adds_bos = adds_bos and self.bos_id is not None
@@ -238,16 +239,24 @@ class ChatTokenizer:
             "...", "the tokenizer cannot encode it", remedy, name="prompt"
         )
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of token ids, by default without special tokens."""
+    def decode(
+        self, ids: Sequence[int], *, skip_special: bool = True, kept: Collection[str] = ()
+    ) -> str:
+        """Return the text of token ids, by default without special tokens, except those in `kept`."""
+        if kept:
+            special, skip_special = self._controls.special, False
+            ids = [each for each in ids if each not in special or special[each].content in kept]
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], *, generation_prompt: bool, **variables: Any
+    ) -> str:
         """Return chat messages as one text, rendered with the chat template; `encode` turns the text into ids.
 
         Args:
             messages: dictionaries with "role" and "content".
             generation_prompt: True to end with the start of an assistant's answer.
+            variables: further variables of the template, such as `tools`.
 
         Returns:
             The text.
@@ -257,7 +266,7 @@ class ChatTokenizer:
         """
         if self._requires_content_parts:
             messages = [_wrap_content_parts(message) for message in messages]
-        return self._render_template(messages, generation_prompt)
+        return self._render_template(messages, generation_prompt, **variables)
 
     @functools.cached_property
     def _requires_content_parts(self) -> bool:
@@ -273,20 +282,21 @@ class ChatTokenizer:
         except ValueError:
             return False
 
-    def _render_template(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    def _render_template(
+        self, messages: Sequence[Message], generation_prompt: bool, **variables: Any
+    ) -> str:
         """Render messages with the chat template as text; ValueError without a template, or if it rejects them."""
-        if self._template is None:
+        if self.template is None:
             raise ValueError(
                 f"chat_template=None: {self._origin} has none: encode plain text instead"
             )
         try:
             return render_chat_template(
-                self._template,
+                self.template,
                 messages=messages,
                 add_generation_prompt=generation_prompt,
-                tools=None,
                 documents=None,
-                **self._specials,
+                **{"tools": None, **variables, **self._specials},
             )
         except ValueError as error:
             roles = [message.get("role") for message in messages]
@@ -330,10 +340,10 @@ class ChatTokenizer:
         return not same or EDGE not in reasoning
 
     def render_and_split(
-        self, messages: Sequence[Message], *, generation_prompt: bool, edges: int
+        self, messages: Sequence[Message], *, edges: int, **options: Any
     ) -> list[str]:
-        """Return the rendered text of messages split at `EDGE` in `edges` + 1 parts; ValueError for another number."""
-        parts = self.render_chat(messages, generation_prompt=generation_prompt).split(EDGE)
+        """Return the text of `render_chat` split at `EDGE` in `edges` + 1 parts; ValueError for another number."""
+        parts = self.render_chat(messages, **options).split(EDGE)
         remedy = "it does not render each message once, so turns cannot be split: use all messages together, or ids"
         require(len(parts) == edges + 1, "chat_template", self._origin, remedy)
         return parts
@@ -342,9 +352,9 @@ class ChatTokenizer:
 class StreamDecoder:
     """Incremental decoder of token ids to text; it holds text back while the last character lacks bytes."""
 
-    def __init__(self, text: ChatTokenizer):
-        """Start a stream without ids; special tokens are left out of its text."""
-        self._text = text
+    def __init__(self, text: ChatTokenizer, kept: Collection[str] = ()):
+        """Start a stream without ids; special tokens are left out of its text, except those in `kept`."""
+        self._decode = functools.partial(text.decode, kept=kept)
         # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded last
         # are kept before the pending ones, and the new text is what the pending ids add.
         self._context: list[int] = []
@@ -363,8 +373,8 @@ class StreamDecoder:
 
     def _take_complete_text(self, *, whole: bool) -> str:
         """Return the text of the pending ids, and clear them; "" while their end is incomplete, unless `whole`."""
-        before = self._text.decode(self._context)
-        added = self._text.decode(self._context + self._pending)[len(before) :]
+        before = self._decode(self._context)
+        added = self._decode(self._context + self._pending)[len(before) :]
         held = len(added) - len(added.rstrip(_REPLACEMENT))
         if not added or (0 < held <= _LONGEST_HELD and not whole):
             return ""
