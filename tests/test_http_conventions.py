@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 import jaxkv
 from jaxkv.cli.serving import read_api_keys
 from jaxkv.engine.sampling import Sampling
+from jaxkv.serving import PrefixCacheConfig
 from jaxkv.serving.http import HttpApplication
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.server import Server
@@ -44,7 +45,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(folder):
-    with jaxkv.Engine(lettered.tiny(), policy=POLICY, documents=folder, **SLOTS) as engine:
+    # A second turn is what `generate` answers to the whole chat.
+    options = SLOTS | {"documents": folder, "prefix_cache": PrefixCacheConfig(policies="none")}
+    with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
         yield engine
 
 
