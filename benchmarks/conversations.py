@@ -96,7 +96,7 @@ def main():
             ports[name], _ = stack.enter_context(started)
         for model in POLICIES:
             # Programs compile before the clock runs.
-            converse(ports, model, rows[-1])
+            converse(ports, model, qa_peer.rows(options.seed + 1)[0])
             talks = [converse(ports, model, row) for row in rows]
             ratios = [
                 mine[1] / other[1]

@@ -150,6 +150,7 @@ def scheduler(tmp_path):
             model(), slots.session.policy, shape=slots.shape, most_bytes=0, folder=tmp_path
         ),
         ahead=3,
+        prefixes=None,
     )
 
 
