@@ -12,6 +12,7 @@ from starlette.types import Receive
 
 from jaxkv.arguments import make_random_key
 from jaxkv.engine.generation_results import Completion
+from jaxkv.serving.answer_logprobs import LogprobsWriter
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.errors import ClientDisconnected, HttpError
@@ -85,7 +86,10 @@ def make_complete_reply(
     document: Document | None,
 ) -> Reply:
     """Return the `Reply`, OpenAI's response object, with all complete answers of a body and their token counts."""
-    choices = [_make_choice(body, at, each) for at, each in enumerate(completions)]
+    choices = [
+        _make_choice(body, at, *each)
+        for at, each in enumerate(zip(requests, completions, strict=True))
+    ]
     kind = "chat.completion" if isinstance(body, ChatBody) else "text_completion"
     usage = count_usage_tokens(requests, body.n, document)
     return Reply(object=kind, **make_reply_head(body, model), choices=choices, usage=usage)
@@ -101,12 +105,14 @@ def make_reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
     }
 
 
-def _make_choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
-    """Return one `choices` item, `TextChoice` or `ChatChoice`, with a completion's text and finish reason."""
-    text = completion.text or ""
+def _make_choice(
+    body: TextBody | ChatBody, at: int, request: Request, completion: Completion
+) -> Any:
+    """Return one `choices` item, `TextChoice` or `ChatChoice`: a completion's text, logprobs and finish reason."""
+    text, chat = completion.text or "", isinstance(body, ChatBody)
     told: dict[str, Any] = {
         "index": at,
-        "logprobs": None,
+        "logprobs": LogprobsWriter(request, chat=chat).write_new(),
         "finish_reason": completion.finish_reason,
     }
     if isinstance(body, TextBody):

@@ -242,6 +242,12 @@ class ChatTokenizer:
         """Return the text of token ids, by default without special tokens."""
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
+    def spell_token(self, token: int) -> str:
+        """Return the text that a token id, special ones included, adds to a text."""
+        # Decoders may drop a leading space of the first token.
+        first = self.decode([token], skip_special=False)
+        return self.decode([token, token], skip_special=False)[len(first) :]
+
     def render_chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
         """Return chat messages as one text, rendered with the chat template; `encode` turns the text into ids.
 
