@@ -106,7 +106,7 @@ class CompletionBody(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[TokenKey, float] = {}
-    stop_token_ids: list[Token] = []
+    stop_token_ids: Annotated[tuple[Token, ...], Field(strict=False)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
