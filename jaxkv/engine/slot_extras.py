@@ -1,6 +1,6 @@
 """`SlotExtras`: the extras of a running batch, which exist only while an active slot needs them."""
 
-from functools import partial
+import dataclasses
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -11,38 +11,45 @@ from jaxkv.engine.sampling_extras import SamplingExtras, create_extras
 from jaxkv.sharding.mesh import ShardingMesh
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class SlotExtras:
     """Extras of all slots while an active one needs some; the others then have neutral ones.
 
     Attributes:
+        count: number of slots.
+        groups: number of the mesh's groups of sequences.
+        vocab: size of the vocabulary.
+        axes: the mesh.
         arrays: the extras, an argument of the token loop; None while no active slot needs some.
-        create_neutral: function of `batch` that returns extras without effect of as many sequences.
+        needed: slots that need some.
     """
 
-    def __init__(self, *, count: int, groups: int, vocab: int, axes: ShardingMesh | None):
-        """Hold no arrays; `groups` is the number of the mesh's groups of sequences."""
-        self.arrays: SamplingExtras | None = None
-        self._needed = np.zeros(count, bool)
-        self._groups, self._axes = groups, axes
-        self.create_neutral = partial(
-            create_extras, GREEDY, (), vocab=vocab, axes=axes, always=True
-        )
+    count: int
+    groups: int
+    vocab: int
+    axes: ShardingMesh | None
+    arrays: SamplingExtras | None = None
+    needed: frozenset[int] = frozenset()
+
+    def create_neutral(self, batch: int) -> SamplingExtras | None:
+        """Return extras without effect of `batch` sequences."""
+        return create_extras(GREEDY, (), batch=batch, vocab=self.vocab, axes=self.axes, always=True)
 
     def insert(self, extras: SamplingExtras | None, slot: int, where: Int[Array, " g"]) -> None:
         """Copy a sequence's extras into a slot, in place; `where` is the slot per group, as in `copy_into_slots`."""
-        self._needed[slot] = bool(extras)
+        self.needed = self.needed | {slot} if extras else self.needed - {slot}
         if extras or self.arrays:
-            arrays = self.arrays or self.create_neutral(batch=len(self._needed))
-            given = extras or self.create_neutral(batch=self._groups)
-            self.arrays = copy_into_slots(arrays, given, where, axes=self._axes)
+            arrays = self.arrays or self.create_neutral(self.count)
+            given = extras or self.create_neutral(self.groups)
+            self.arrays = copy_into_slots(arrays, given, where, axes=self.axes)
 
     def copy(self, slot: int, where: Int[Array, " g"]) -> SamplingExtras | None:
         """Return a copy of a slot's extras; None if the slot needs none."""
-        if not self._needed[slot]:
+        if slot not in self.needed:
             return None
-        return copy_from_slots(self.arrays, where, axes=self._axes)
+        return copy_from_slots(self.arrays, where, axes=self.axes)
 
     def drop_if_unneeded(self, done: Bool[np.ndarray, " B"]) -> None:
         """Free the arrays if all slots that need them are in the mask `done`."""
-        self._needed &= ~done
-        self.arrays = self.arrays if self._needed.any() else None
+        self.needed = frozenset(slot for slot in self.needed if not done[slot])
+        self.arrays = self.arrays if self.needed else None

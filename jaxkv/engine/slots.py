@@ -170,10 +170,10 @@ class Slots:
         self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(2))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Any = ()
-        self._create_extras = partial(
-            SlotExtras, count=count, groups=self._groups, vocab=config.vocab, axes=self._axes
+        self._extras = SlotExtras(
+            count=count, groups=self._groups, vocab=config.vocab, axes=self._axes
         )
-        self._extras, self.logprobs, self.extras_compiled = self._create_extras(), None, False
+        self.logprobs, self.extras_compiled = None, False
         self.uncompiled = self.shape.padded_lengths
         if start:
             self.compile_programs()
@@ -474,8 +474,9 @@ class Slots:
     def compile_extras(self) -> None:
         """Compile the decode loop with extras, and their copies; other threads may use the slots meanwhile."""
         where = self._place_slot_values(self._locate_slot_in_groups(0))
-        now, flat, spare = self._all, self.session.params.flat_decoder, self._create_extras()
-        spare.insert(spare.create_neutral(batch=self._groups), 0, where)
+        now, flat = self._all, self.session.params.flat_decoder
+        spare = dataclasses.replace(self._extras, arrays=None)
+        spare.insert(spare.create_neutral(self._groups), 0, where)
         spare.copy(0, where)
         state = dataclasses.replace(now.sampling_state, extras=spare.arrays)
         given = token_loop.collect_loop_arguments(
