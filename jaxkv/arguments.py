@@ -16,7 +16,13 @@ from jaxkv.attention import Implementation, parse_attention_implementation
 from jaxkv.cache import KVCache
 from jaxkv.cache.host_store import commit_to_device
 from jaxkv.engine.lengths import compute_entry_counts
-from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, is_greedy
+from jaxkv.engine.sampling import (
+    GREEDY,
+    Sampler,
+    Sampling,
+    is_greedy,
+    require_ids_in_vocabulary,
+)
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
 from jaxkv.models.config import ModelConfig
@@ -170,9 +176,10 @@ def validate_progress(given: Any) -> bool | None:
 def check_sampling_options(
     params: LanguageModel, sampling: Sampler, key: PRNGKeyArray | None, stops: tuple[str, ...]
 ) -> None:
-    """Raise ValueError for a random sampler without a key, or for stop strings without a tokenizer."""
+    """Raise ValueError for a random sampler without a key, unknown token ids, or stop strings without a tokenizer."""
     remedy = f"{sampling} uses random numbers: give key=jax.random.key(0), or seed=0"
     require(is_greedy(sampling) or key is not None, "key", key, remedy)
+    require_ids_in_vocabulary(sampling, params.config.vocab)
     shown = stops[0] if len(stops) == 1 else stops
     require(
         not stops or params.text is not None,

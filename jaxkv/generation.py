@@ -20,7 +20,7 @@ from jaxkv.engine.early_compilation import start_loop_compilation
 from jaxkv.engine.generation_results import AnswerCollector, Generation, Stats, Stream
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.progress import run_generator
-from jaxkv.engine.sampling import Sampler
+from jaxkv.engine.sampling import Sampler, collect_end_ids, get_settings, make_end_id_table
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
@@ -182,7 +182,8 @@ def generate(
         cache: cache from `prefill` or an earlier `generate`; it is not changed. A cache of one sequence serves many
             prompts.
         max_new_tokens: maximum number of tokens to sample.
-        sampling: a `Sampling`, or a callable of logits and keys that samples tokens. None is greedy decoding.
+        sampling: a `Sampling`, which also has penalties, biases and log-probabilities, or a callable of logits and keys
+            that samples tokens. None is greedy decoding.
         temperature: as in `Sampling`.
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.
@@ -312,11 +313,12 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     """Generator: run one `generate` call; if streaming, yield lists of new text per sequence; return `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
     eos = params.end_token_ids if call.stop_at_eos else ()
-    cache, sizes = _prefill_or_extend(call, ends=max(1, len(set(eos))))
+    cache, sizes = _prefill_or_extend(call, ends=len(make_end_id_table(call.sampling, eos)))
     decode_loop = session.start_decode_loop(
-        cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos
+        cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos, prompts=encoded.ids
     )
-    answers = AnswerCollector(params.text, len(encoded.ids), call.stops, encoded.kept)
+    top = get_settings(call.sampling).logprobs
+    answers = AnswerCollector(params.text, len(encoded.ids), call.stops, encoded.kept, top)
     yield from _sample_until_end(call, decode_loop, answers)
     with session.clocks.decode:
         cache = decode_loop.finish_sampling()
@@ -326,7 +328,7 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     if call.interval is not None and any(closing):
         yield closing
     return Generation(
-        completions=tuple(answers.build_completions(eos)),
+        completions=tuple(answers.build_completions(collect_end_ids(call.sampling, eos))),
         cache=dataclasses.replace(cache, turn=encoded.conversation_state, logits=None),
         stats=_build_stats(call, cache, sizes, answers, decode_loop),
     )
@@ -381,7 +383,8 @@ def _sample_until_end(
         while decode_loop.left and not ended:
             with call.session.clocks.decode:
                 sampled = decode_loop.sample_tokens(min(decode_loop.left, pace, wanted))
-                decode_loop.roll_back_tokens(answers.append_token_ids(sampled))
+                surplus = answers.append_token_ids(sampled, decode_loop.logprobs)
+                decode_loop.roll_back_tokens(surplus)
                 decode_loop.end_sequences(answers.stopped_sequences)
                 ended = bool(decode_loop.ended_sequences.all())
             shown.update(sampled.shape[1])

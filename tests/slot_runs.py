@@ -50,9 +50,14 @@ def alone(model, policy, asked):
     """The tokens of a request by itself."""
     session = jaxkv.Session(model, policy, key=asked.seed)
     cache = session.prefill(asked.prompt, new=NEW)
-    tokens = session.sample(
-        cache, asked.new, new=NEW, sampling=asked.sampling, eos=asked.eos, donate=True
-    )[1][0]
+    loop = session.start_decode_loop(
+        cache, new=NEW, sampling=asked.sampling, eos=asked.eos, prompts=[asked.prompt]
+    )
+    parts, left = [], asked.new
+    while left and not loop.ended_sequences.all():
+        parts.append(loop.sample_tokens(left))
+        left -= parts[-1].shape[1]
+    tokens = np.concatenate(parts, axis=1)[0]
     return tokens[tokens >= 0].tolist()
 
 
@@ -66,7 +71,12 @@ def begun(slots, asked):
     """A request's sequence, prefilled."""
     cache = slots.prefill(asked.prompt, key=asked.seed)
     return slots.begin_sequence(
-        cache, max_new_tokens=asked.new, sampling=asked.sampling, eos=asked.eos, key=asked.seed
+        cache,
+        max_new_tokens=asked.new,
+        sampling=asked.sampling,
+        eos=asked.eos,
+        key=asked.seed,
+        prompt=asked.prompt,
     )
 
 

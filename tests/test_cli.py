@@ -94,6 +94,10 @@ def test_models(capsys):
         (["--top-p", "0.9", "--temperature", "2"], Sampling(top_p=0.9, temperature=2.0)),
         (["--min-p", "0.1", "--top-k", "9"], Sampling(min_p=0.1, top_k=9)),
         (["--temperature", "0"], Sampling(temperature=0)),
+        (
+            ["--repetition-penalty", "1.2", "--stop-token-ids", "7", "5", "--logprobs", "2"],
+            Sampling(repetition_penalty=1.2, stop_token_ids=(5, 7), logprobs=2),
+        ),
     ],
 )
 def test_options_make_the_sampling(asked, arguments, sampling):

@@ -5,6 +5,7 @@ import io
 import json
 
 import lettered
+import numpy as np
 import pytest
 from cli_runs import refused
 from serve_runs import model_folder
@@ -51,6 +52,10 @@ def test_answers_are_those_of_python(model, saved, capsys):
     assert [(each["text"], each["finish_reason"]) for each in found] == [
         (each.text, each.finish_reason) for each in expected
     ]
+    assert cli.main([*asked, "--json", "--temperature", "0", "--logprobs", "2"]) == 0
+    for each, scored in zip(found, json.loads(capsys.readouterr().out), strict=True):
+        assert scored["tokens"] == each["tokens"]
+        assert np.shape(scored["logprobs"]["top_ids"]) == (len(each["tokens"]), 2)
     assert cli.main(asked) == 0
     told = capsys.readouterr()
     lines, words = told.out.splitlines(), told.err.split()

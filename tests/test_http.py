@@ -145,6 +145,74 @@ def test_streams_are_the_same_in_pieces(client, path, asked):
     assert not any("usage" in each for each in plain)
 
 
+SCORED = {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.4,
+    "logit_bias": {"7": 2.5, "9": -100},
+}
+
+
+def scored_alone(prompt, top):
+    """An answer of `generate` with these settings, and the tokens' characters."""
+    bias = {int(token): number for token, number in SCORED["logit_bias"].items()}
+    sampling = Sampling(**{**SCORED, "logit_bias": bias}, temperature=0, logprobs=top)
+    answer = alone(prompt, sampling=sampling)[0]
+    return answer, [
+        lettered.tiny().text.decode([each], skip_special=False) for each in answer.tokens
+    ]
+
+
+def test_log_probabilities_of_texts_have_openais_form(client):
+    prompts = ids(3, 9, 14)
+    body = {"prompt": prompts, **GREEDY, **SCORED, "logprobs": 3}
+    whole = [each["logprobs"] for each in client.post(TEXTS, json=body).json()["choices"]]
+    pieces = [{name: [] for name in whole[0]} for _ in prompts]
+    for event in events(client.post(TEXTS, json={**body, "stream": True})):
+        for choice in event["choices"]:
+            for name, values in (choice["logprobs"] or {}).items():
+                pieces[choice["index"]][name] += values
+    assert pieces == whole
+    for prompt, found in zip(prompts, whole, strict=True):
+        answer, letters = scored_alone(prompt, 3)
+        assert found["tokens"] == letters
+        assert found["text_offset"] == [sum(map(len, letters[:at])) for at in range(len(letters))]
+        assert found["token_logprobs"] == pytest.approx(answer.logprobs.token_logprobs, abs=1e-4)
+        for at, top in enumerate(found["top_logprobs"]):
+            likeliest = map(lettered.tiny().text.spell_token, answer.logprobs.top_ids[at])
+            assert top.keys() == {letters[at], *likeliest}
+            assert top[letters[at]] == found["token_logprobs"][at]
+
+
+def test_log_probabilities_of_chats_have_openais_form(client):
+    body = {"messages": CHAT, **GREEDY, **SCORED, "logprobs": True, "top_logprobs": 2}
+    (choice,) = client.post(CHATS, json=body).json()["choices"]
+    streamed = [
+        each
+        for event in events(client.post(CHATS, json={**body, "stream": True}))
+        for choice in event["choices"]
+        for each in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == choice["logprobs"]["content"]
+    answer, letters = scored_alone(CHAT, 2)
+    for at, (found, letter) in enumerate(zip(streamed, letters, strict=True)):
+        assert (found["token"], found["bytes"]) == (letter, list(letter.encode()))
+        assert found["logprob"] == pytest.approx(answer.logprobs.token_logprobs[at], abs=1e-4)
+        numbers = [each["logprob"] for each in found["top_logprobs"]]
+        assert numbers == pytest.approx(answer.logprobs.top_logprobs[at], abs=1e-4)
+    (plain,) = client.post(CHATS, json={**body, "top_logprobs": 0}).json()["choices"]
+    assert [each["top_logprobs"] for each in plain["logprobs"]["content"]] == [[]] * len(letters)
+
+
+def test_ids_end_an_answer(client):
+    end = alone(CHAT).tokens[4].item()
+    body = {"messages": CHAT, **GREEDY, "stop_token_ids": [end]}
+    found = client.post(CHATS, json=body).json()
+    assert found["choices"][0]["finish_reason"] == "stop"
+    assert found["choices"][0]["logprobs"] is None
+    assert found["usage"]["completion_tokens"] <= 5
+
+
 def test_the_role_of_a_streamed_answer_comes_with_its_first_text(engine, app):
     """The headers come at once; clients take the first event for the first token."""
     body, sent = {"messages": CHAT, **GREEDY, "n": 2, "stream": True}, []
@@ -214,13 +282,20 @@ REFUSED = [
     (TEXTS, {"prompt": [96]}, "prompt"),
     (TEXTS, {"prompt": "\ud800"}, "prompt"),
     (TEXTS, {"prompt": ["a", "b"], "n": 4}, "n"),
-    (TEXTS, {"prompt": "a", "logprobs": 0}, "logprobs"),
+    (TEXTS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+    (TEXTS, {"prompt": "a", "logprobs": True}, "logprobs"),
+    (TEXTS, {"prompt": "a", "stop_token_ids": [96]}, "stop_token_ids"),
     (CHATS, {"messages": []}, "messages"),
     (CHATS, {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
     (CHATS, {"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
     (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     (CHATS, {"tools": [{"type": "function"}]}, "tools"),
-    (CHATS, {"frequency_penalty": 0.5}, "frequency_penalty"),
+    (CHATS, {"frequency_penalty": 2.5}, "frequency_penalty"),
+    (CHATS, {"repetition_penalty": 0}, "repetition_penalty"),
+    (CHATS, {"logit_bias": {"a": 1}}, "logit_bias"),
+    (CHATS, {"logit_bias": {"5": 101}}, "logit_bias"),
+    (CHATS, {"logit_bias": {"96": 1}}, "logit_bias"),
+    (CHATS, {"top_logprobs": 2}, "top_logprobs"),
     (CHATS, {"temperature": 2.5}, "temperature"),
     (CHATS, {"n": True}, "n"),
     (CHATS, {"stream_options": {"usage": True}}, "stream_options"),

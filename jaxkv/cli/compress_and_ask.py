@@ -93,7 +93,12 @@ class AskCommand(SamplingOptions):
         told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s"
         write_to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of compilation included")
         found = [
-            {"question": question, **dataclasses.asdict(answer), "tokens": answer.tokens.tolist()}
+            {
+                "question": question,
+                **dataclasses.asdict(answer),
+                "tokens": answer.tokens.tolist(),
+                "logprobs": answer.logprobs and answer.logprobs.to_lists(),
+            }
             for question, answer in zip(questions, answers, strict=True)
         ]
         if self.json:

@@ -132,6 +132,7 @@ class GenerateCommand(SamplingOptions):
             "tokens": result.tokens.tolist(),
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
+            "logprobs": result.logprobs and result.logprobs.to_lists(),
             "stats": stats,
         }
 

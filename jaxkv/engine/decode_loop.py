@@ -1,9 +1,11 @@
 """`DecodeLoop`: samples tokens on top of a cache, block by block, and makes headroom when needed."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
@@ -13,7 +15,8 @@ from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
 from jaxkv.engine import token_loop
 from jaxkv.engine.headroom import count_steps_until_full, make_headroom
 from jaxkv.engine.lengths import tokens_per_call
-from jaxkv.engine.sampling import Sampler
+from jaxkv.engine.sampling import Sampler, make_end_id_table
+from jaxkv.engine.sampling_extras import create_extras
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.models.decoder import SplitDecoder
 from jaxkv.policies.reads import LayerReadConfig
@@ -26,6 +29,7 @@ class DecodeLoop:
     Attributes:
         left: number of tokens left to sample.
         size: maximum number of tokens per call of `sample_tokens`.
+        logprobs: `SampledLogprobs` of the tokens that `sample_tokens` last returned, on the host; None without extras.
     """
 
     def __init__(
@@ -39,11 +43,13 @@ class DecodeLoop:
         key: PRNGKeyArray,
         new: int,
         traffic: TransferCounter,
+        prompts: Sequence[Sequence[int]] = (),
     ):
         """Take over a cache with logits (donated), and compile any loop for up to `new` tokens.
 
         No sequence may be due for recompression. `eos` are the ids that end a sequence. `key` is for sampling, and for
-        policies that use random numbers in recompression. `traffic` counts transfers from host memory.
+        policies that use random numbers in recompression. `traffic` counts transfers from host memory. `prompts` are
+        the known token ids before each answer.
         """
         self.left, self.size = new, tokens_per_call(new)
         self._flat, self._spec, self._key, self._sampling = flat, spec, key, sampling
@@ -51,11 +57,12 @@ class DecodeLoop:
         # Padding sequences, which fill up a mesh's groups, sample nothing.
         done = self._place_sequence_values(np.zeros(self._batch, bool), padding=True)
         assert cache.logits is not None
-        # -2 is no token id: without end ids, only the number of steps ends sampling.
-        ends = np.asarray(sorted(set(eos)) or [-2], np.int32)
-        self._sampling_state = token_loop.create_sampling_state(
-            cache.logits, done, key, ends, axes=spec.axes
+        ends = make_end_id_table(sampling, eos)
+        state = token_loop.create_sampling_state(cache.logits, done, key, ends, axes=spec.axes)
+        extras = create_extras(
+            sampling, prompts, batch=len(done), vocab=spec.config.vocab, axes=spec.axes
         )
+        self._sampling_state, self.logprobs = dataclasses.replace(state, extras=extras), None
         self._decode = partial(token_loop.decode, spec=spec, sampling=sampling, size=self.size)
         self._taken_back, self._cache = False, cache
         self._loader = HostStoreLoader.create_host_loader(cache.host_store, traffic)
@@ -63,13 +70,13 @@ class DecodeLoop:
         self._run_sampling_steps(0)
         self._fit = count_steps_until_full(self._cache)
 
-    def _run_sampling_steps(self, steps: int) -> tuple[Array, Array]:
-        """Sample up to `steps` tokens, update cache and state; return device arrays: ids, number of steps that ran."""
-        arrays, self._sampling_state, sampled, ran = self._decode(
+    def _run_sampling_steps(self, steps: int) -> tuple[Array, Array, Any]:
+        """Sample up to `steps` tokens, update cache and state; return arrays: ids, number of steps, logprobs."""
+        arrays, self._sampling_state, *sampled = self._decode(
             self._flat, self._cache.arrays, self._sampling_state, steps, loader=self._loader
         )
         self._cache = dataclasses.replace(self._cache, arrays=arrays)
-        return sampled, ran
+        return tuple(sampled)
 
     @property
     def is_rollback_impossible(self) -> bool:
@@ -102,7 +109,7 @@ class DecodeLoop:
             raise RuntimeError(
                 f"no headroom for a token after recompression. Report this as a bug of jaxkv ({self._cache.policy})."
             )
-        sampled, count = self._run_sampling_steps(steps)
+        sampled, count, logprobs = self._run_sampling_steps(steps)
         tokens, ran, vocab = (
             copy_to_host(sampled)[: self._batch],
             int(copy_to_host(count)),
@@ -113,6 +120,7 @@ class DecodeLoop:
             inside, "sampling", self._sampling, f"an id outside of [0, {vocab}): return valid ids"
         )
         self.left, self._fit = self.left - ran, self._fit - ran
+        self.logprobs = jax.tree.map(lambda each: copy_to_host(each)[: self._batch, :ran], logprobs)
         return tokens[:, :ran]
 
     def roll_back_tokens(self, tokens: Int[np.ndarray, " B"]) -> None:

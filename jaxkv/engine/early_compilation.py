@@ -13,7 +13,7 @@ import jax
 from jaxkv._checks import use_package_jax_settings
 from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.plan import PrefillPlan
-from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
+from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree, needs_extras
 from jaxkv.engine.session import Session
 from jaxkv.engine.spec import runs_in_layer_groups
 from jaxkv.engine.traced import trace_prefill, trace_token_loop
@@ -66,10 +66,12 @@ def start_loop_compilation(
 
     The plan says all shapes on one device, unless scores set the sizes of pools or entries are offloaded. Short answers
     that run in groups of layers have no loop; an earlier call may have compiled it.
+    The loop with extras is compiled later.
     """
     flat, parts = session.params.flat_decoder, session.policy.composed
     grouped = runs_in_layer_groups(flat, parts, session.implementations.decode, new)
-    if flat.axes is not None or not needed.has_fixed_shapes or grouped:
+    plain = flat.axes is None and not needs_extras(sampling)
+    if not plain or not needed.has_fixed_shapes or grouped:
         return None
     shapes = needed.padded_len, needed.pools, needed.headroom, len(needed.budget)
     numbers = jax.tree.structure(convert_sampler_to_pytree(sampling))

@@ -2,11 +2,11 @@
 
 import dataclasses
 import operator
-from collections.abc import Collection, Container, Generator, Iterator, Sequence
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxkv._checks import shorten_text, use_package_jax_settings
 from jaxkv.cache import KVCache
@@ -109,20 +109,51 @@ class Stats:
 
 # Arrays have no single truth value, so results are equal only to themselves.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLogprobs:
+    """Natural log-probabilities of an answer's n tokens, and of the k likeliest tokens in place of each.
+
+    Those of the model's own logits: before penalties, biases and temperature.
+
+    Attributes:
+        token_logprobs: of the sampled tokens.
+        top_ids: ids of the likeliest tokens, in descending order.
+        top_logprobs: of these.
+    """
+
+    token_logprobs: Float[np.ndarray, " n"]
+    top_ids: Int[np.ndarray, "n k"]
+    top_logprobs: Float[np.ndarray, "n k"]
+
+    @classmethod
+    def from_tokens(cls, scored: Iterable[tuple[list[int], list[float]]]) -> "TokenLogprobs":
+        """Build them from pairs of lists per token, ids and log-probabilities, the sampled token's first."""
+        ids, values = (np.asarray(each) for each in zip(*scored, strict=True))
+        values = values.astype(np.float32)
+        return cls(token_logprobs=values[:, 0], top_ids=ids[:, 1:], top_logprobs=values[:, 1:])
+
+    def to_lists(self) -> dict[str, list[Any]]:
+        """Return the arrays as a dict of lists by name, for JSON."""
+        return {name: array.tolist() for name, array in vars(self).items()}
+
+
+# Arrays have no single truth value, so results are equal only to themselves.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """Answer to one prompt of a `generate` call: text, token ids, finish reason, stop string.
+    """Answer to one prompt of a `generate` call: text, token ids, finish reason, stop string, log-probabilities.
 
     Attributes:
         text: the answer; None without a tokenizer.
         tokens: ids of the sampled tokens, `i32[n]`, including the token that ended the answer.
         finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
         stop_reason: the stop string that ended the answer; None for an end-of-answer token or "length".
+        logprobs: log-probabilities of the tokens; None unless the `Sampling` asks for them.
     """
 
     text: str | None
     tokens: Int[np.ndarray, " n"]
     finish_reason: FinishReason
     stop_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
 
     def __repr__(self) -> str:
         """Return a one-line summary: text or token ids, number of tokens, finish reason."""
@@ -145,7 +176,7 @@ class Generation:
     """Result of `generate`: a sequence with one `Completion` per prompt, plus the cache and statistics.
 
     For a single prompt, no index is needed: `out.text` is `out[0].text`. With several prompts, `text`,
-    `tokens`, `finish_reason` and `stop_reason` raise an AttributeError.
+    `tokens`, `finish_reason`, `stop_reason` and `logprobs` raise an AttributeError.
 
     Attributes:
         completions: one `Completion` per prompt, in order.
@@ -176,6 +207,11 @@ class Generation:
     def stop_reason(self) -> str | None:
         """Stop string that ended the only prompt's answer, None if none did; AttributeError for several prompts."""
         return self._get_only_completion("stop_reason").stop_reason
+
+    @property
+    def logprobs(self) -> TokenLogprobs | None:
+        """`TokenLogprobs` of the only prompt's answer, None if not asked for; AttributeError for several prompts."""
+        return self._get_only_completion("logprobs").logprobs
 
     def _get_only_completion(self, name: str) -> Completion:
         """Return the `Completion` of the only prompt; for several raise an AttributeError that names `name`."""
@@ -250,6 +286,7 @@ class AnswerCollector:
     Attributes:
         tokens: ids of each sequence so far.
         met: the stop string in each sequence's text; None without one.
+        scored: ids and log-probabilities of each sequence per token, the token's own first; empty if not asked for.
     """
 
     def __init__(
@@ -258,6 +295,7 @@ class AnswerCollector:
         batch: int,
         stops: Sequence[str],
         kept: Sequence[Collection[str]],
+        top: int | None = None,
     ):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.met: list[str | None] = [None] * batch
@@ -267,18 +305,30 @@ class AnswerCollector:
         self._text = [""] * batch
         self._shown = [0] * batch
         self._stops = tuple(stops)
+        self.scored: list[list[tuple[list[int], list[float]]]] = [[] for _ in range(batch)]
+        # Log-probabilities per token: its own, and those of the likeliest tokens.
+        self._scores = 0 if top is None else 1 + top
 
     @property
     def stopped_sequences(self) -> Bool[np.ndarray, " B"]:
         """Mask `bool[B]` of sequences whose text contains a stop string."""
         return np.asarray([stop is not None for stop in self.met], bool)
 
-    def append_token_ids(self, sampled: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
-        """Append sampled ids `[B, n]` (-1: none) up to a stop string; return the number `[B]` of ids after it."""
+    def append_token_ids(
+        self, sampled: Int[np.ndarray, "B n"], logprobs: Any = None
+    ) -> Int[np.ndarray, " B"]:
+        """Append sampled ids `[B, n]` (-1: none) up to a stop string; return the number `[B]` of ids after it.
+
+        `logprobs` are their `SampledLogprobs` on the host, or None.
+        """
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(sampled.tolist()):
             fresh = [token for token in ids if token >= 0]
             for used, token in enumerate(fresh, start=1):
+                if self._scores:
+                    at = np.s_[row, used - 1, : self._scores]
+                    scored = logprobs.ids[at].tolist(), logprobs.values[at].tolist()
+                    self.scored[row].append(scored)
                 if self._append_token(row, token):
                     surplus[row] = len(fresh) - used
                     break
@@ -298,8 +348,8 @@ class AnswerCollector:
     def build_completions(self, eos: Container[int]) -> list[Completion]:
         """Return the `Completion` of each sequence; `eos` are the ids that end one."""
         completions = []
-        for ids, stop, text, decoder in zip(
-            self.tokens, self.met, self._text, self._decoders, strict=True
+        for ids, stop, text, decoder, scored in zip(
+            self.tokens, self.met, self._text, self._decoders, self.scored, strict=True
         ):
             ended = stop is not None or ids[-1] in eos
             completions.append(
@@ -308,6 +358,7 @@ class AnswerCollector:
                     tokens=np.asarray(ids, np.int32),
                     finish_reason="stop" if ended else "length",
                     stop_reason=stop,
+                    logprobs=TokenLogprobs.from_tokens(scored) if scored else None,
                 )
             )
         return completions

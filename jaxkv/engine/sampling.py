@@ -4,7 +4,8 @@ The numbers of a `Sampling` are arguments of the compiled loop, not static: ten 
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import jax
@@ -14,7 +15,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv import _checks
+from jaxkv._errors import require
 from jaxkv.policies.topk import encode_sort_keys, kth_largest
+
+# Most alternatives per token, OpenAI's limit, and most ids that end an answer besides the model's: places in programs.
+MOST_LOGPROBS, MOST_STOP_IDS = 20, 16
+# Smallest and largest numbers; of those that are added or subtracted as OpenAI and vLLM have them.
+_MOST_BIAS = 100
+_PENALTIES = {
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
 
 
 @runtime_checkable
@@ -32,17 +44,33 @@ class Sampler(Protocol):
 class Sampling:
     """Sampler from softmax(logits / temperature), masked by `top_k`, `top_p`, then `min_p`; greedy at temperature 0.
 
+    Before, biases are added, then penalties applied: `repetition_penalty`, `frequency_penalty`, `presence_penalty`.
+
     Attributes:
         temperature: divisor of the logits; 0 is greedy, with ties to the lowest id.
         top_k: number of likeliest tokens to sample from; 0 or -1 for all. Ties with the last of these are included.
         top_p: sample from the fewest likeliest tokens whose probabilities sum to this number (arXiv:1904.09751).
         min_p: sample from tokens with at least this fraction of the likeliest one's probability (arXiv:2407.01082).
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer
+            (arXiv:1909.05858). With a cache, only tokens after it are known.
+        presence_penalty: subtracted from the logits of tokens in the answer.
+        frequency_penalty: subtracted from a token's logit for each time that the answer contains it.
+        logit_bias: numbers from -100 to 100 to add to logits, by token id: a dict or pairs.
+        stop_token_ids: up to 16 ids that end the answer, in addition to the model's.
+        logprobs: number of likeliest tokens, up to 20, whose log-probabilities are returned with those of each sampled
+            token; before penalties, biases and temperature. None for no log-probabilities.
     """
 
     temperature: int | float = 1.0
     top_k: int = 0
     top_p: int | float = 1.0
     min_p: int | float = 0.0
+    repetition_penalty: int | float = 1.0
+    presence_penalty: int | float = 0.0
+    frequency_penalty: int | float = 0.0
+    logit_bias: Mapping[int, int | float] | tuple[tuple[int, int | float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _checks.validate_field(
@@ -58,9 +86,19 @@ class Sampling:
         _checks.validate_field(
             self, "min_p", _checks.validate_float, "give a share in [0, 1]", high=1.0
         )
+        for name, (low, high) in _PENALTIES.items():
+            _checks.validate_field(self, name, _checks.validate_float, low=low, high=high)
+        _checks.validate_field(self, "logit_bias", _parse_logit_bias)
+        _checks.validate_field(self, "stop_token_ids", _parse_stop_ids)
+        _checks.validate_optional_field(
+            self, "logprobs", _checks.validate_int, least=0, most=MOST_LOGPROBS
+        )
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Return a token id per sequence, `i32[B]`, from logits and random keys; the likeliest at temperature 0."""
+        """Return a token id per sequence, `i32[B]`, from logits and random keys; the likeliest at temperature 0.
+
+        The logits are biased and penalised already: what these need, the tokens so far, is not an argument.
+        """
         return (
             select_likeliest_tokens(logits, keys)
             if is_greedy(self)
@@ -68,7 +106,66 @@ class Sampling:
         )
 
 
+def _parse_logit_bias(name: str, given: Any) -> tuple[tuple[int, float], ...]:
+    """Return biases as a tuple of pairs (id, bias), sorted by id; ValueError or TypeError for invalid ones."""
+    try:
+        biases = dict(given)
+    except (TypeError, ValueError):
+        remedy = "give a dict of numbers by token id: {50256: -100}"
+        raise TypeError(f"{name}={given!r}: {remedy}") from None
+    numbers = {
+        _checks.validate_int(name, token, "give token ids of 0 or more", least=0): (
+            _checks.validate_float(name, bias, low=-_MOST_BIAS, high=_MOST_BIAS)
+        )
+        for token, bias in biases.items()
+    }
+    return tuple(sorted(numbers.items()))
+
+
+def _parse_stop_ids(name: str, given: Any) -> tuple[int, ...]:
+    """Return token ids, several or one, as a sorted tuple without duplicates; ValueError for other values."""
+    listed, remedy = np.atleast_1d(given).tolist(), "give token ids of 0 or more"
+    ids = {_checks.validate_int(name, each, remedy, least=0) for each in listed}
+    require(len(ids) <= MOST_STOP_IDS, name, given, f"give at most {MOST_STOP_IDS}")
+    return tuple(sorted(ids))
+
+
 GREEDY = Sampling(temperature=0.0)
+_get_extras = operator.attrgetter(*_PENALTIES, "logit_bias", "logprobs")
+
+
+def get_settings(sampling: Sampler) -> Sampling:
+    """Return a `Sampling` itself, and for a custom sampler one without penalties, biases, stop ids, logprobs."""
+    return sampling if isinstance(sampling, Sampling) else GREEDY
+
+
+def needs_extras(sampling: Sampler) -> bool:
+    """Return True for a `Sampling` with penalties, biases or log-probabilities, which the plain token loop lacks."""
+    return _get_extras(get_settings(sampling)) != _get_extras(GREEDY)
+
+
+def collect_end_ids(sampling: Sampler, eos: Iterable[int]) -> tuple[int, ...]:
+    """Return a sorted tuple of the ids that end an answer: `eos`, and the sampler's `stop_token_ids`."""
+    return tuple(sorted({*eos, *get_settings(sampling).stop_token_ids}))
+
+
+def make_end_id_table(sampling: Sampler, eos: Collection[int]) -> Int[np.ndarray, " n"]:
+    """Return the ids that end an answer, padded with -2 to one size for any `stop_token_ids`, another for none."""
+    ids, more = collect_end_ids(sampling, eos), bool(get_settings(sampling).stop_token_ids)
+    # -2 is no token id: without end ids, only the number of steps ends sampling.
+    table = np.full(max(1, len(set(eos))) + MOST_STOP_IDS * more, -2, np.int32)
+    table[: len(ids)] = ids
+    return table
+
+
+def require_ids_in_vocabulary(sampling: Sampler, vocab: int) -> None:
+    """Raise ValueError if a sampler biases, or ends at, a token id outside a vocabulary of size `vocab`."""
+    given = get_settings(sampling)
+    for name, ids in (
+        ("logit_bias", dict(given.logit_bias)),
+        ("stop_token_ids", given.stop_token_ids),
+    ):
+        require(max(ids, default=0) < vocab, name, [*ids], f"give token ids in [0, {vocab})")
 
 
 def is_greedy(sampling: Sampler) -> bool:
@@ -104,7 +201,8 @@ def convert_sampler_to_pytree(sampling: Any) -> Any:
     """Return a sampler as a pytree for jitted functions: a `Sampling`'s numbers as arrays; greedy and custom static."""
     if isinstance(sampling, BatchSampling):
         return sampling
-    if is_greedy(sampling):
+    # With extras, temperatures of 0 and others share a program.
+    if is_greedy(sampling) and not needs_extras(sampling):
         return _StaticSampler(select_likeliest_tokens)
     return (
         _stack_sampling_numbers([sampling])

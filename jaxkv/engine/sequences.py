@@ -10,6 +10,7 @@ from jaxtyping import Int, PRNGKeyArray
 from jaxkv._errors import build_value_error
 from jaxkv.cache import CacheArrays, KVCache
 from jaxkv.engine.sampling import BatchSampling, Sampler, combine_samplers
+from jaxkv.engine.sampling_extras import SamplingExtras
 from jaxkv.engine.token_loop import SamplingState
 from jaxkv.sharding.mesh import place_dataclass_on_mesh
 
@@ -34,6 +35,7 @@ class PausedSequence:
         beyond: entries of the fullest segment beyond its limit, per group.
         left: free places behind the windows of sliding-window layers that evict, per group.
         done: True if the sequence samples no more tokens.
+        extras: its arrays for penalties, biases and log-probabilities; None if it needs none.
     """
 
     arrays: SequenceArrays
@@ -41,6 +43,7 @@ class PausedSequence:
     beyond: Int[np.ndarray, " g"]
     left: Int[np.ndarray, " g"]
     done: bool
+    extras: SamplingExtras | None = None
 
 
 def create_sequences(

@@ -1,7 +1,7 @@
 """`Session`: a model and a policy; `prefill` creates caches, `extend` appends tokens, `sample` generates tokens."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
 from jaxkv.engine.progress import Walk, run_generator
 from jaxkv.engine.recompress import find_due_sequences, recompress
 from jaxkv.engine.replay import PaddedPrompts, encode_second_pass_texts
-from jaxkv.engine.sampling import Sampler, is_greedy
+from jaxkv.engine.sampling import Sampler, get_settings, is_greedy, require_ids_in_vocabulary
 from jaxkv.engine.spec import DecodeSpec, create_cache_spec, select_implementations
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
@@ -360,7 +360,7 @@ class Session:
             steps: maximum number of tokens to sample per sequence.
             new: total number of tokens of this and the following calls, so that all share compiled programs; by default
                 `steps`.
-            sampling: sampler; greedy if None.
+            sampling: sampler; greedy if None. Penalties know the tokens of this call; `start_decode_loop` takes others.
             eos: ids that end a sequence.
             key: random key or seed for sampling, in place of the session's.
             donate: True donates the cache's buffers.
@@ -389,6 +389,9 @@ class Session:
             if new is None
             else max(steps, validate_int("new", new, "sample at least 1 token"))
         )
+        sampling = arguments.validate_sampler(sampling)
+        remedy = "sample returns no log-probabilities: leave logprobs out, or use jaxkv.generate"
+        require(get_settings(sampling).logprobs is None, "sampling", sampling, remedy)
         if not donate:
             with self.clocks.decode:
                 cache = fork_cache(cache, cache.batch, 0, new)
@@ -411,6 +414,7 @@ class Session:
         sampling: Sampler | None = None,
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> DecodeLoop:
         """Return a `DecodeLoop` on a cache with logits (donated), recompressed if due; random samplers need a key.
 
@@ -420,15 +424,17 @@ class Session:
             sampling: sampler; greedy if None.
             eos: ids that end a sequence.
             key: random key or seed for sampling, in place of the session's.
+            prompts: known token ids before the answer of each sequence, for `repetition_penalty`.
 
         Returns:
             The loop.
 
         Raises:
-            ValueError: for a cache without logits.
+            ValueError: for a cache without logits, or a sampler's token ids outside the vocabulary.
         """
         self._require_valid_request(np.zeros(cache.batch, np.int32), 0, cache)
         sampling = arguments.validate_sampler(sampling)
+        require_ids_in_vocabulary(sampling, self.params.config.vocab)
         keyed = is_greedy(sampling) or self._keyed or key is not None
         require(
             keyed, "key", key, f"{sampling} samples at random: give key=jax.random.key(0), or key=0"
@@ -447,6 +453,7 @@ class Session:
                 key=key,
                 new=new,
                 traffic=self.decode_traffic,
+                prompts=prompts,
             )
 
     @settled

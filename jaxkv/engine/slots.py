@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -30,9 +30,11 @@ from jaxkv.engine.recompress import (
     find_due_sequences,
     recompress,
 )
-from jaxkv.engine.sampling import Sampler
+from jaxkv.engine.sampling import Sampler, collect_end_ids
+from jaxkv.engine.sampling_extras import concatenate_logprobs, create_extras
 from jaxkv.engine.sequences import PausedSequence, create_sequences
 from jaxkv.engine.session import Session
+from jaxkv.engine.slot_extras import SlotExtras
 from jaxkv.engine.slot_shape import FEW, SlotShape, compute_slot_shape, uses_window_eviction
 from jaxkv.engine.spec import create_decode_spec
 from jaxkv.machine import memory
@@ -66,6 +68,8 @@ class Slots:
         needed: bytes of the entries of all slots.
         done: mask `bool[B]` of slots that sample nothing: empty, released, or finished.
         uncompiled: padded lengths that `compile_padded_length` has not compiled yet, as pairs (is a question, length).
+        logprobs: `SampledLogprobs` of the tokens of the last `decode`, on the host; None if it ran without extras.
+        extras_compiled: True once `compile_extras` has run: sequences with penalties, say, compile nothing.
     """
 
     @settled
@@ -171,6 +175,10 @@ class Slots:
         self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(2))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Any = ()
+        self._extras = SlotExtras(
+            count=count, groups=self._groups, vocab=config.vocab, axes=self._axes
+        )
+        self.logprobs, self.extras_compiled = None, False
         self.uncompiled = self.shape.padded_lengths
         if start:
             self.compile_programs()
@@ -318,6 +326,7 @@ class Slots:
         sampling: Sampler | None = None,
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
+        prompt: Sequence[int] = (),
     ) -> PausedSequence:
         """Return a `PausedSequence` to sample tokens on top of a cache after `insert_sequence`; the cache is unchanged.
 
@@ -329,6 +338,7 @@ class Slots:
             sampling: sampler; greedy if None.
             eos: ids that end the sequence.
             key: random key or seed in place of the session's.
+            prompt: known token ids before the answer, for `repetition_penalty`.
 
         Returns:
             The paused sequence.
@@ -341,20 +351,23 @@ class Slots:
         self._require_compatible_cache(
             cache, 1 if self._parts.decoding_compression.compresses else new
         )
-        most, ids = self.shape.new, sorted(set(eos))
+        sampling, vocab = arguments.validate_sampler(sampling), self.session.params.config.vocab
+        most, ids = self.shape.new, collect_end_ids(sampling, eos)
         require(new <= most, "max_new_tokens", new, f"more than the slots' {most}: lower it")
         require(len(ids) <= self._ends, "eos", ids, f"more than {self._ends}: give fewer")
         key = self.session.resolve_key(key)
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
-        arrays = create_sequences(cache, new, arguments.validate_sampler(sampling), table, key)
-        return PausedSequence(
-            arrays=arrays, key=key, done=False, **self._count_entries_and_places(cache)
+        arrays, batch = create_sequences(cache, new, sampling, table, key), len(cache.seen)
+        extras = create_extras(
+            sampling, [prompt] * batch, batch=batch, vocab=vocab, axes=self._axes
         )
+        told = self._count_entries_and_places(cache)
+        return PausedSequence(arrays=arrays, key=key, done=False, extras=extras, **told)
 
     @settled
     def peek_first_token(self, sequence: PausedSequence) -> int:
-        """Return the id of the first token that a `PausedSequence` will sample in a slot; change nothing."""
+        """Return the id of the first token that a `PausedSequence` without extras will sample; change nothing."""
         arrays = sequence.arrays
         seen = arrays.cache.tables.seen
         return int(
@@ -370,6 +383,7 @@ class Slots:
         """Copy a `PausedSequence` into a slot of the running batch, in place; other slots are unchanged."""
         where = self._place_slot_values(self._locate_slot_in_groups(slot))
         self._all = copy_into_slots(self._all, sequence.arrays, where, axes=self._axes)
+        self._extras.insert(sequence.extras, slot, where)
         self.done[slot] = sequence.done
         group = self._find_mesh_group(slot)
         self._beyond[slot], self._left[slot] = sequence.beyond[group], sequence.left[group]
@@ -378,12 +392,16 @@ class Slots:
     @settled
     def copy_sequence(self, slot: int) -> PausedSequence:
         """Return a copy of a slot's sequence as `PausedSequence`, to insert into any slot; the slot is unchanged."""
-        arrays = copy_from_slots(
-            self._all, self._place_slot_values(self._locate_slot_in_groups(slot)), axes=self._axes
-        )
+        where = self._place_slot_values(self._locate_slot_in_groups(slot))
+        arrays = copy_from_slots(self._all, where, axes=self._axes)
         over, left = (np.full(self._groups, each[slot]) for each in (self._beyond, self._left))
         return PausedSequence(
-            arrays=arrays, key=self._keys[slot], beyond=over, left=left, done=bool(self.done[slot])
+            arrays=arrays,
+            key=self._keys[slot],
+            beyond=over,
+            left=left,
+            done=bool(self.done[slot]),
+            extras=self._extras.copy(slot, where),
         )
 
     @settled
@@ -417,14 +435,17 @@ class Slots:
         require(until in ("any", "all"), "until", until, "unknown value: give 'any' or 'all'")
         steps = validate_int("steps", steps, "sample at least 1 token")
         idle = self.count - 1 if until == "all" else int(self.done.sum())
-        parts = [np.zeros((self.count, 0), np.int32)]
+        parts = [(np.zeros((self.count, 0), np.int32), None)]
         while steps and self.done.sum() <= idle:
             parts.append(self._run_token_loop(steps, idle))
-            steps -= parts[-1].shape[1]
-        return np.concatenate(parts, axis=1)
+            steps -= parts[-1][0].shape[1]
+        tokens, logprobs = zip(*parts, strict=True)
+        # Once no slot needs extras, none does until the next call: calls without them are the last.
+        self.logprobs = concatenate_logprobs(logprobs)
+        return np.concatenate(tokens, axis=1)
 
-    def _run_token_loop(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """Recompress or evict in slots that are due, run the compiled loop once; return ids `i32[B, n]`, -1 for none.
+    def _run_token_loop(self, steps: int, idle: int) -> tuple[Int[np.ndarray, "B n"], Any]:
+        """Recompress or evict in slots that are due, run the compiled loop once; return ids, -1 for none, and logprobs.
 
         The call ends before `steps` tokens if a sequence must be recompressed or must evict entries outside its
         windows.
@@ -438,31 +459,35 @@ class Slots:
             for slot in np.flatnonzero(~self.done & (self._left == 0)).tolist():
                 self._evict_outside_windows(slot)
             steps = min(steps, int(self._left[~self.done].min(initial=steps)))
+        self._extras.drop_if_unneeded(self.done)
         before, now, flat = self.done, self._all, self.session.params.flat_decoder
-        cache, sampling_state, out, ran = token_loop.decode(
+        cache, sampling_state, out, ran, logprobs = token_loop.decode(
             flat,
             now.cache,
-            now.sampling_state,
+            dataclasses.replace(now.sampling_state, extras=self._extras.arrays),
             steps,
             spec=self._spec,
             sampling=now.sampling,
             size=self.size,
             idle=idle,
         )
-        self._all = dataclasses.replace(now, cache=cache, sampling_state=sampling_state)
         tokens, self.done = (
             copy_to_host(out)[:, : int(copy_to_host(ran))],
             np.array(copy_to_host(sampling_state.done)),
         )
+        logprobs = jax.tree.map(lambda each: copy_to_host(each)[:, : tokens.shape[1]], logprobs)
+        self._extras.arrays = sampling_state.extras
+        sampling_state = dataclasses.replace(sampling_state, extras=None)
+        self._all = dataclasses.replace(now, cache=cache, sampling_state=sampling_state)
         # The token that ends a sequence adds no entry.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
         self._beyond, self._left = self._beyond + rows, self._left - rows
-        return tokens
+        return tokens, logprobs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of all slots (cache, sampling state, sampler), over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._all))
+        """Bytes of the arrays of all slots (cache, sampling state, sampler, extras), over all devices."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._extras.arrays)))
 
     @settled
     def compile_programs(
@@ -491,6 +516,21 @@ class Slots:
             run_generator(self.compile_padded_length(*self.uncompiled.pop(0)))
         jax.block_until_ready(self._all)
         memory.release_freed_memory()
+
+    @settled
+    def compile_extras(self) -> None:
+        """Compile the decode loop with extras, and their copies; other threads may use the slots meanwhile."""
+        where = self._place_slot_values(self._locate_slot_in_groups(0))
+        now, flat = self._all, self.session.params.flat_decoder
+        spare = dataclasses.replace(self._extras, arrays=None)
+        spare.insert(spare.create_neutral(self._groups), 0, where)
+        spare.copy(0, where)
+        state = dataclasses.replace(now.sampling_state, extras=spare.arrays)
+        given = token_loop.collect_loop_arguments(
+            flat, now.cache, state, 1, now.sampling, 0, spec=self._spec
+        )
+        token_loop.compile_loop(given, spec=self._spec, size=self.size)
+        self.extras_compiled = True
 
     def compile_padded_length(self, question: bool, size: int) -> Walk[KVCache | None]:
         """Generator: compile one padded length's programs, with yields between; return a dummy cache, None if rejected.

@@ -16,6 +16,7 @@ from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
 from jaxkv.cache.pools import EntryPool
 from jaxkv.engine.decode import run_decode_step, run_new_tokens
 from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
+from jaxkv.engine.sampling_extras import SampledLogprobs, SamplingExtras, concatenate_logprobs
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.models.decoder import Leaves, SplitDecoder
 from jaxkv.sharding.collectives import all_gather_shards, count_flags_over_mesh, get_shard_offset
@@ -52,6 +53,7 @@ class SamplingState:
         key: random keys; each step folds in `row` and the position.
         row: numbers folded into the keys: the index of a sequence among those that share a key.
         ends: ids that end each sequence; -2 is padding.
+        extras: arrays for penalties, biases, masks and log-probabilities; None in the plain loop.
     """
 
     logits: Float[Array, "B V"]
@@ -60,6 +62,7 @@ class SamplingState:
     key: Key[Array, " B"]
     row: Int[Array, " B"]
     ends: Int[Array, "B n"]
+    extras: SamplingExtras | None = None
 
     def advance_step(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "SamplingState":
         """Return the state after a step: `done`, `left` less one unless ended before, new logits unless ended now.
@@ -101,12 +104,16 @@ class SampledTokens(NamedTuple):
         shown: sampled id; -1 for sequences that had ended before.
         done: mask of sequences that have ended.
         fed: 1 if the token runs through the model, else 0.
+        extras: the sampling state's extras after the token.
+        logprobs: its `SampledLogprobs`; None in the plain loop.
     """
 
     token: Int[Array, " B"]
     shown: Int[Array, " B"]
     done: Bool[Array, " B"]
     fed: Int[Array, " B"]
+    extras: SamplingExtras | None = None
+    logprobs: SampledLogprobs | None = None
 
 
 def sample_next_tokens(
@@ -120,7 +127,8 @@ def sample_next_tokens(
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
         sampling_state.key, sampling_state.row, seen
     )
-    token = sampling(logits, keys)
+    extras = sampling_state.extras
+    token = sampling(extras.process_logits(logits) if extras else logits, keys)
     whole = jnp.issubdtype(jnp.asarray(token).dtype, jnp.integer)
     if not whole or jnp.shape(token) != seen.shape:
         found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
@@ -135,9 +143,9 @@ def sample_next_tokens(
         | (token[:, None] == sampling_state.ends).any(axis=1)
         | (sampling_state.left <= 1)
     )
-    return SampledTokens(
-        token, jnp.where(sampling_state.done, -1, token), done, (~done).astype(jnp.int32)
-    )
+    after = extras.count_and_score(token, ~sampling_state.done, logits) if extras else ()
+    shown = jnp.where(sampling_state.done, -1, token)
+    return SampledTokens(token, shown, done, (~done).astype(jnp.int32), *after)
 
 
 @sharded_jit(static=("axes",))
@@ -163,15 +171,15 @@ def decode(
     size: int,
     idle: int | None = None,
     loader: HostStoreLoader | None = None,
-) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
-    """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps run.
+) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""], Any]:
+    """Sample up to `steps` tokens per sequence; return cache, state, ids `[B, size]`, number of steps, logprobs.
 
     Runs a compiled loop; or a loop in Python, over programs of layer groups, if `spec.grouped` or with a `loader`
     of entries in host memory. Ids are -1 after a sequence's end; the pools of `cache` are donated. A sampled token
     runs through the model before the next one is sampled: the cache holds all sampled tokens except those that end
     a sequence. Sampling stops early once more than `idle` sequences have ended, by default all. `steps`, at most
     `size`, and `idle` are not compiled in; 0 steps compile a loop, or what a `loader` needs,
-    and change nothing.
+    and change nothing. The last result is `SampledLogprobs` if the state has extras, else None.
     """
     # On a mesh, the copies that fill up its groups have ended, too.
     many = sampling_state.done.shape[0] * (
@@ -197,17 +205,20 @@ def decode(
             stopped = dataclasses.replace(sampling_state, done=sampling_state.done | True)
             cache, *_ = step(cache, stopped, loader=spare)
             jax.block_until_ready(cache)
-    out, ran, ended = (
+    out, ran, ended, logprobs = (
         np.full((len(sampling_state.done), size), -1, np.int32),
         0,
         copy_to_host(sampling_state.done),
+        list[Any](),
     )
     while ran < int(steps) and ended.sum() <= idle:
         cache, sampling_state, new = step(cache, sampling_state, loader=loader)
         # Copy to the host only now, while the device runs the step.
         out[:, ran], ended = copy_to_host(new.shown), copy_to_host(new.done)
+        logprobs.append(new.logprobs)
         ran += 1
-    return cache, sampling_state, jnp.asarray(out), jnp.int32(ran)
+    found = jnp.asarray(out), jnp.int32(ran), concatenate_logprobs(logprobs)
+    return cache, sampling_state, *found
 
 
 def _run_sampled_step(
@@ -225,6 +236,7 @@ def _run_sampled_step(
     logits, cache = run_new_tokens(
         flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader
     )
+    sampling_state = dataclasses.replace(sampling_state, extras=new.extras)
     return cache, _advance_compiled(sampling_state, logits, new.done, axes=axes), new
 
 
@@ -265,6 +277,11 @@ def collect_loop_arguments(
     )
 
 
+def compile_loop(arguments: tuple[Any, ...], *, spec: DecodeSpec, size: int) -> None:
+    """Compile the token loop for the result of `collect_loop_arguments` without running it; nothing is donated."""
+    _loop.trace(*arguments, spec=spec, size=size).lower().compile()
+
+
 @sharded_jit(
     static=("spec", "size"), donate=("pools",), on="spec", compiler=_get_command_buffer_options()
 )
@@ -278,26 +295,31 @@ def _loop(
     *,
     spec: DecodeSpec,
     size: int,
-) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
-    """Compiled token loop: sample, then step; return cache (donated pools), sampling state, ids, number of steps run.
+) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""], Any]:
+    """Compiled token loop: sample, then step; return cache (donated pools), state, ids, number of steps, logprobs.
 
     `limits` are the number of steps, and the number of ended sequences above which the loop stops.
     """
     steps, idle = limits
 
     def going(carry):
-        index, _, sampling_state, _ = carry
+        index, _, sampling_state, *_ = carry
         # Stops after the requested number of steps, or once more than `idle` sequences have ended.
         return (index < steps) & (count_flags_over_mesh(sampling_state.done, spec.axes) <= idle)
 
     def body(carry):
-        index, cache, sampling_state, out = carry
+        index, cache, sampling_state, out, logprobs = carry
         new = sample_next_tokens(sampling_state, cache.tables.seen, sampling, spec.axes)
         out = lax.dynamic_update_slice(out, new.shown[:, None], (0, index))
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
+        logprobs = jax.tree.map(put, logprobs, new.logprobs)
         logits, cache = run_decode_step(*weights, cache, new.token[:, None], new.fed, spec=spec)
-        return index + 1, cache, sampling_state.advance_step(logits, new.done), out
+        sampling_state = dataclasses.replace(sampling_state, extras=new.extras)
+        return index + 1, cache, sampling_state.advance_step(logits, new.done), out, logprobs
 
     out = jnp.full((sampling_state.done.shape[0], size), -1, jnp.int32)
-    begun = jnp.int32(0), CacheArrays(pools=pools, tables=tables), sampling_state, out
-    index, cache, sampling_state, out = lax.while_loop(going, body, begun)
-    return cache, sampling_state, out, index
+    extras = sampling_state.extras
+    logprobs = extras.create_logprobs(size) if extras else None
+    begun = jnp.int32(0), CacheArrays(pools=pools, tables=tables), sampling_state, out, logprobs
+    index, *found, out, logprobs = lax.while_loop(going, body, begun)
+    return *found, out, index, logprobs

@@ -189,7 +189,7 @@ def run_exported_loop(
     begun = token_loop.create_sampling_state(
         logits, asked.done, _wrap_key_data(asked.key), asked.eos, axes=spec.axes
     )
-    after, now, tokens, ran = token_loop.decode(
+    after, now, tokens, ran, _ = token_loop.decode(
         flat,
         CacheArrays(pools=pools, tables=cache),
         begun,

@@ -34,10 +34,13 @@ from jaxkv.checkpoints.orbax_files import create_folder_atomically
 from jaxkv.engine.lengths import round_up_to_bucket, tokens_per_call
 from jaxkv.engine.sampling import (
     GREEDY,
+    BatchSampling,
     Sampler,
     convert_sampler_to_pytree,
+    get_settings,
     is_builtin_sampling,
     is_greedy,
+    needs_extras,
 )
 from jaxkv.exporting import exported_programs
 from jaxkv.exporting.artefacts import (
@@ -202,6 +205,10 @@ def _collect_samplers(given: Any) -> dict[str, Sampler]:
     remedy = "use one sampler per class, none greedy: its numbers are arguments at run time"
     fine = len(found) == 1 + len(chosen) and not any(map(is_greedy, chosen))
     require(fine, "sampling", chosen, remedy)
+    for each in chosen:
+        extra = needs_extras(each) or get_settings(each).stop_token_ids
+        remedy = "penalties, logit_bias, stop_token_ids and logprobs cannot be exported: leave out"
+        require(not extra, "sampling", each, remedy)
     return found
 
 
@@ -385,7 +392,12 @@ def _build_manifest(part: Path, job: _ExportJob, entries: list[dict[str, Any]]) 
         "grows": not parts.decoding_compression.compresses
         or bool(parts.mask_layers_without_eviction(config.sliding_windows).any()),
         "samplings": {
-            name: dataclasses.asdict(each) if is_builtin_sampling(each) and name != "Greedy" else {}
+            name: {
+                number.name: getattr(each, number.name)
+                for number in dataclasses.fields(BatchSampling)
+            }
+            if is_builtin_sampling(each) and name != "Greedy"
+            else {}
             for name, each in job.samplings.items()
         },
         "parameters": [*names.ends, *(name for block in names.blocks for name in block)],

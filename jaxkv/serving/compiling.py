@@ -1,4 +1,4 @@
-"""`compile_remaining_lengths`: compiles programs of further padded lengths while the engine runs."""
+"""Threads that compile programs while the engine runs: of further padded lengths, and of sampling with extras."""
 
 import time
 import weakref
@@ -45,3 +45,12 @@ def compile_remaining_lengths(
     finally:
         # After an error, a request of such a length compiles its own programs and gets the error.
         left.clear()
+
+
+def compile_slot_extras(slots: Slots) -> None:
+    """Thread body: compile the programs of the first request with penalties, biases or log-probabilities."""
+    try:
+        slots.compile_extras()
+    finally:
+        # After an error, the request compiles its own programs and gets the error.
+        slots.extras_compiled = True

@@ -12,6 +12,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxkv.serving import submission
+from jaxkv.serving.answer_logprobs import LogprobsWriter
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.errors import ClientDisconnected
 from jaxkv.serving.reply_writers import ReplyWriter
@@ -129,6 +130,7 @@ async def _generate_events(
     """Yield the answers' server-sent events as bytes, in sampling order; an error is sent as the last event."""
     chat, counted = isinstance(body, ChatBody), body.stream_options.include_usage
     kind = "chat.completion.chunk" if chat else "text_completion"
+    writers = [LogprobsWriter(each, chat=chat) for each in requests]
     head = {"object": kind, **submission.make_reply_head(body, record.model or service.name)}
 
     def make_chunk_event(choices: list[Any], usage: Usage | None = None) -> bytes:
@@ -138,7 +140,8 @@ async def _generate_events(
 
     def make_piece_event(at: int, delta: Delta, **end: str | None) -> bytes:
         """Return the bytes of an event with one piece of answer `at`: a text, a chat's role, or why it ended."""
-        told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": None, **end}
+        logprobs = None if "role" in delta else writers[at].write_new()
+        told: dict[str, Any] = {"index": at, "logprobs": logprobs, "finish_reason": None, **end}
         if chat:
             return make_chunk_event([ChatPiece(delta=delta, **told)])
         return make_chunk_event([TextChoice(text=delta.get("content", ""), **told)])

@@ -21,13 +21,24 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState
 from jaxkv.engine.generation_results import Completion
-from jaxkv.engine.sampling import Sampler, combine_samplers
+from jaxkv.engine.sampling import (
+    MOST_STOP_IDS,
+    Sampler,
+    collect_end_ids,
+    combine_samplers,
+    needs_extras,
+)
 from jaxkv.engine.session import Session
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
 from jaxkv.policies.policy import Policy
-from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_remaining_lengths
+from jaxkv.serving.compiling import (
+    COMPUTING,
+    PATIENCE,
+    compile_remaining_lengths,
+    compile_slot_extras,
+)
 from jaxkv.serving.document_store import Document, DocumentCacheStore
 from jaxkv.serving.given import apply_request_budget, compute_deadline, resolve_random_key
 from jaxkv.serving.mapping import answer_prompts, make_waiting_submit
@@ -146,9 +157,8 @@ class Engine:
             count_fitting_slots(self.session, **limits, share=share) if slots == "auto" else slots
         )
         count = _checks.validate_int("slots", wanted, 'use at least 1 slot, or "auto"')
-        self._slots = Slots(
-            self.session, count=count, ends=max(1, len(params.end_token_ids)), start=False, **limits
-        )
+        ends = len(params.end_token_ids) + MOST_STOP_IDS
+        self._slots = Slots(self.session, count=count, ends=ends, start=False, **limits)
         self.limits = self._slots.shape
         folder = None if documents is None else Path(os.path.expanduser(documents)).absolute()
         if document_bytes is None:
@@ -176,6 +186,10 @@ class Engine:
         )
         rest = self._slots, self._scheduler, lambda: self._closing
         self._compiler = threading.Thread(target=compile_remaining_lengths, args=rest, daemon=True)
+        # Started by the first request with extras.
+        self._extras_compiler = threading.Thread(
+            target=compile_slot_extras, name="jaxkv-compile", args=(self._slots,), daemon=True
+        )
         _OPEN.add(self)
         if _checks.validate_bool("start", start):
             self.start()
@@ -284,13 +298,14 @@ class Engine:
             new=new,
             sampling=sampling,
             stops=stops,
-            eos=params.end_token_ids if stop_at_eos else (),
+            eos=collect_end_ids(sampling, params.end_token_ids if stop_at_eos else ()),
             policy=apply_request_budget(budget, self.session.policy, document),
             deadline=compute_deadline(deadline),
             offline=offline,
             owner=owner,
             document=document,
             text=params.text,
+            needs_extras=needs_extras(sampling),
         )
         works = [answer(key=each) for each in keys]
         works[0].request.others = tuple(work.request for work in works[1:])
@@ -427,7 +442,8 @@ class Engine:
             self._dropping = self._dropping or not drain
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            for thread in filter(threading.Thread.is_alive, (self._thread, self._compiler)):
+            threads = self._thread, self._compiler, self._extras_compiler
+            for thread in filter(threading.Thread.is_alive, threads):
                 thread.join()
             self.documents.close_document_store()
 
@@ -489,6 +505,8 @@ class Engine:
                     f"the queue is full: {len(waiting)} requests wait: try again later, or raise queue"
                 )
             waiting.extend(works)
+            if any(work.needs_extras for work in works) and self._extras_compiler.ident is None:
+                self._extras_compiler.start()
             self._changed.notify_all()
 
     def _run_engine_loop(self) -> None:

@@ -165,7 +165,10 @@ class Scheduler:
         if self._reading is not None or len(self._ready) >= free:
             return
         ready = [
-            each for each in list(self.waiting) if each.length_bucket not in self.slots.uncompiled
+            each
+            for each in list(self.waiting)
+            if each.length_bucket not in self.slots.uncompiled
+            and (self.slots.extras_compiled or not each.needs_extras)
         ]
         if not ready:
             return
@@ -248,13 +251,19 @@ class Scheduler:
             return
         try:
             work.ready = self.slots.begin_sequence(
-                cache, max_new_tokens=work.new, sampling=work.sampling, eos=work.eos, key=work.key
+                cache,
+                max_new_tokens=work.new,
+                sampling=work.sampling,
+                eos=work.eos,
+                key=work.key,
+                prompt=work.encoded.ids[0],
             )
         except _REFUSALS as error:
             work.fail_with_error(error)
             return
         work.kept = float(np.mean(cache.kept))
-        if len(self._running) + len(self._ready) >= self.slots.count:
+        full = len(self._running) + len(self._ready) >= self.slots.count
+        if full and not work.needs_extras:
             # The slot samples the same token again.
             token = self.slots.peek_first_token(work.ready)
             work.add_sampled_tokens([token], time.monotonic())
@@ -278,7 +287,8 @@ class Scheduler:
             if sampled and work.told:
                 sampled, work.told = sampled[1:], False
             if sampled:
-                self.longest_pause = max(self.longest_pause, work.add_sampled_tokens(sampled, now))
+                pause = work.add_sampled_tokens(sampled, now, self.slots.logprobs, slot)
+                self.longest_pause = max(self.longest_pause, pause)
                 self.tokens += len(sampled)
             if self.slots.done[slot] or work.has_stop_string:
                 left.append(slot)

@@ -1,5 +1,6 @@
 """Pydantic models of OpenAI's requests and responses, of documents, and of lines of a batch file."""
 
+import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -7,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxkv._errors import require
-from jaxkv.engine.sampling import Sampling
+from jaxkv.engine.sampling import MOST_LOGPROBS, Sampling
 from jaxkv.text.chat import Chat
 from jaxkv.text.prompts import Prompt
 
@@ -20,7 +21,14 @@ Filled = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1)]
 Budget = Annotated[int | float, Field(gt=0, lt=2**31)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+# JSON's keys are texts.
+TokenKey = Annotated[Token, Field(strict=False)]
+Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+Ids = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+
+
+_SETTINGS = {field.name for field in dataclasses.fields(Sampling)} - {"logprobs"}
 
 
 class Body(BaseModel):
@@ -123,6 +131,12 @@ class CompletionBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    # `Sampling` checks their ranges, OpenAI's.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[TokenKey, float] = {}
+    stop_token_ids: Annotated[tuple[Token, ...], Field(strict=False)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
@@ -135,12 +149,9 @@ class CompletionBody(Body):
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
 
-    @property
-    def sampling_settings(self) -> Sampling:
-        """A request body's temperature, top-k, top-p and min-p as a `Sampling`, without seed."""
-        return Sampling(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
-        )
+    def make_sampling(self, logprobs: int | None) -> Sampling:
+        """Return a request body's settings of sampling as a `Sampling`, without seed."""
+        return Sampling(**self.model_dump(include=_SETTINGS), logprobs=logprobs)
 
 
 class TextBody(CompletionBody):
@@ -152,6 +163,12 @@ class TextBody(CompletionBody):
         | Annotated[list[Filled], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     )
+    logprobs: Alternatives | None = None
+
+    @property
+    def sampling_settings(self) -> Sampling:
+        """A request body's settings of sampling as a `Sampling`, without seed."""
+        return self.make_sampling(self.logprobs)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -186,6 +203,8 @@ class ChatBody(CompletionBody):
 
     messages: Messages
     max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Alternatives = 0
     tools: list[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -204,6 +223,13 @@ class ChatBody(CompletionBody):
             tools=[each.model_dump(exclude_unset=True) for each in tools],
             template_arguments=thinks | self.chat_template_kwargs,
         )
+
+    @property
+    def sampling_settings(self) -> Sampling:
+        """A request body's settings of sampling as a `Sampling`, without seed."""
+        fine = self.logprobs or not self.top_logprobs
+        require(fine, "top_logprobs", self.top_logprobs, "set logprobs=true, or leave it out")
+        return self.make_sampling(self.top_logprobs if self.logprobs else None)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -256,7 +282,7 @@ class Choice(BaseModel):
     """Base of one answer in a response, or of a piece of it in a stream: index, finish reason, met stop string."""
 
     index: int
-    logprobs: None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str | None
     stop_reason: str | None = None
 

@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from jaxkv.arguments import make_random_key
 from jaxkv.engine.generation_results import Completion
+from jaxkv.serving.answer_logprobs import LogprobsWriter
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.errors import ClientDisconnected, HttpError
@@ -121,13 +122,13 @@ def make_reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
 def _make_choice(
     body: TextBody | ChatBody, at: int, request: Request, completion: Completion
 ) -> Any:
-    """Return one `choices` item, `TextChoice` or `ChatChoice`, with a completion's text and finish reason."""
+    """Return one `choices` item, `TextChoice` or `ChatChoice`: a completion's text, logprobs and finish reason."""
     text, parser = completion.text or "", AnswerParser(request.format)
     parser.push_text(text)
     parser.flush_text()
     told: dict[str, Any] = {
         "index": at,
-        "logprobs": None,
+        "logprobs": LogprobsWriter(request, chat=isinstance(body, ChatBody)).write_new(),
         "finish_reason": parser.rename_finish_reason(completion.finish_reason),
         "stop_reason": completion.stop_reason,
     }

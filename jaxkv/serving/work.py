@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
@@ -12,7 +13,7 @@ from jaxkv.cache import KVCache
 from jaxkv.engine.generation_results import AnswerCollector
 from jaxkv.engine.lengths import round_up_to_bucket, round_up_to_question
 from jaxkv.engine.progress import Walk
-from jaxkv.engine.sampling import Sampler
+from jaxkv.engine.sampling import Sampler, get_settings
 from jaxkv.engine.sequences import PausedSequence
 from jaxkv.engine.slots import Slots
 from jaxkv.policies.policy import Policy
@@ -36,6 +37,7 @@ class PrefillWork:
         document: the document of a question; None for a prompt.
         owner: name of the server's client that posts a document, or whose conversations a request shares; empty for
             none.
+        needs_extras: True if it runs the decode loop with penalties, biases or log-probabilities.
         future: future of the result, here the compressed `Document`.
         submitted: time of submission.
         begun: start time of its prefill.
@@ -48,6 +50,7 @@ class PrefillWork:
     deadline: float | None
     document: Document | None = None
     owner: str = ""
+    needs_extras: bool = False
     future: Future[Any] = dataclasses.field(default_factory=Future)
     submitted: float = dataclasses.field(default_factory=time.monotonic)
     begun: float = 0.0
@@ -131,15 +134,23 @@ class RequestWork(PrefillWork):
 
     def __post_init__(self) -> None:
         """Set the future of a request's work to that of its handle, and start an empty answer."""
-        self.future = self.request.future
-        self.answers = AnswerCollector(self.text, 1, self.stops, self.encoded.kept)
+        self.future, self.request.tokenizer = self.request.future, self.text
+        top = get_settings(self.sampling).logprobs
+        self.answers = AnswerCollector(self.text, 1, self.stops, self.encoded.kept, top)
+        self.request.scored_tokens = self.answers.scored[0]
 
-    def add_sampled_tokens(self, tokens: list[int], now: float) -> float:
-        """Add sampled ids and pass their text to readers; return seconds since the previous token, 0 for the first."""
+    def add_sampled_tokens(
+        self, tokens: list[int], now: float, logprobs: Any = None, row: int = 0
+    ) -> float:
+        """Add sampled ids and pass their text to readers; return seconds since the previous token, 0 for the first.
+
+        `logprobs` are `SampledLogprobs`, theirs in the row `row`, or None.
+        """
         pause = 0.0 if self.first is None else now - self.last
         self.first, self.last = now if self.first is None else self.first, now
         self.sampled += tokens
-        self.answers.append_token_ids(np.asarray([tokens], np.int32))
+        mine = jax.tree.map(lambda each: each[[row]], logprobs)
+        self.answers.append_token_ids(np.asarray([tokens], np.int32), mine)
         self.request.append_text(self.answers.take_new_text()[0])
         return pause
 

@@ -248,6 +248,12 @@ class ChatTokenizer:
             ids = [each for each in ids if each not in special or special[each].content in kept]
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
+    def spell_token(self, token: int) -> str:
+        """Return the text that a token id, special ones included, adds to a text."""
+        # Decoders may drop a leading space of the first token.
+        first = self.decode([token], skip_special=False)
+        return self.decode([token, token], skip_special=False)[len(first) :]
+
     def render_chat(
         self, messages: Sequence[Message], *, generation_prompt: bool, **variables: Any
     ) -> str:
