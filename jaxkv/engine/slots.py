@@ -314,8 +314,8 @@ class Slots:
 
     def _count_needed_places(self, question: int, new: int | None) -> int:
         """Return the free places per segment that a question and its answer need; compression empties places itself."""
-        answer = self.shape.new if new is None else new
-        return question + (0 if self._parts.decoding_compression.compresses else answer)
+        answer = 0 if self._parts.decoding_compression.compresses else new or self.shape.new
+        return question + answer
 
     @settled
     def begin_sequence(
