@@ -143,12 +143,12 @@ class ScriptedAnswers(AnswerCollector):
 
     scripts = collections.deque()
 
-    def __init__(self, text, batch, stops, kept):
-        super().__init__(text, batch, stops, kept)
+    def __init__(self, text, batch, stops, kept, top):
+        super().__init__(text, batch, stops, kept, top)
         self._script = text.encode(self.scripts.popleft(), bos=False)
         self._ends = text.eos_ids
 
-    def append_token_ids(self, sampled):
+    def append_token_ids(self, sampled, logprobs=None):
         count = int((sampled >= 0).sum())
         fresh, self._script = self._script[:count], self._script[count:]
         return super().append_token_ids(np.asarray([fresh], np.int32))

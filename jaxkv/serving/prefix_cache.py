@@ -134,11 +134,11 @@ class PrefixCache:
             for number, other in list(self._stored.items()):
                 if other.owner == owner and _stands_for(made, other):
                     self._drop_prefix(number)
+            while self.nbytes + tight.nbytes > self.most_bytes:
+                self._drop_prefix(next(iter(self._stored)))
             self._numbers += 1
             self._stored[self._numbers] = made
             self.nbytes += tight.nbytes
-            while self.nbytes > self.most_bytes:
-                self._drop_prefix(next(iter(self._stored)))
 
     def find_prefix(self, ids: Sequence[int], owner: PrefixOwner) -> MatchedPrefix | None:
         """Return the stored cache of the most first tokens of a prompt; None if none saves a prefill its length.
