@@ -82,12 +82,18 @@ def test_a_compressed_cache_is_reused_whole_or_not_at_all():
     assert session.sample(cache, 6, new=6)[1][0].tolist() == again
 
 
-def test_policies_that_follow_the_prompts_end_reuse_only_if_asked():
+def test_policies_whose_choice_fits_no_longer_text_reuse_only_if_asked():
     for policies, reuses in (("auto", False), ("all", True), ("none", False)):
         config = PrefixCacheConfig(policies=policies)
-        for policy in (jaxkv.SnapKV(budget=64), jaxkv.FullKV()):
+        for policy in (
+            jaxkv.SnapKV(budget=64),
+            jaxkv.RandomKV(budget=64),
+            jaxkv.H2O(budget=0.5),
+            jaxkv.FullKV(),
+        ):
             with jaxkv.Engine(model(), policy=policy, prefix_cache=config, **LIMITS) as engine:
-                reused = [reused for *_, reused in turns(engine)]
+                found = turns(engine, key=1)
+                reused = [reused for *_, reused in found]
             full = isinstance(policy, jaxkv.FullKV) and policies == "auto"
             assert (reused[1] > 0) == (reuses or full), (policies, policy)
 
@@ -176,6 +182,17 @@ def test_a_prefix_that_saves_no_bucket_is_not_reused():
         assert answer(engine, FIRST)[1] == 0
 
 
+@pytest.mark.parametrize("name", ["store_prefix", "find_prefix"])
+def test_without_memory_prompts_are_read_whole(monkeypatch, name):
+    def fail(*_):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(PrefixCache, name, fail)
+    with jaxkv.Engine(model(), policy=jaxkv.FullKV(), **LIMITS) as engine:
+        for prompt, tokens, reused in turns(engine):
+            assert (tokens, reused) == (alone(jaxkv.FullKV(), prompt), 0)
+
+
 def test_engines_that_cannot_reuse_prefixes():
     limits = {name: value for name, value in LIMITS.items() if name != "max_question_tokens"}
     with jaxkv.Engine(model(), policy=jaxkv.FullKV(), **limits) as engine:
@@ -199,6 +216,11 @@ def test_several_answers_and_cancelled_ones():
             expected = alone(jaxkv.FullKV(), FIRST + SECOND, key=key, sampling=sampling)
             assert request.result().tokens.tolist() == expected
             assert request.stats.cached_tokens >= 90
+        prefixes = engine._scheduler.prefixes
+        size = jaxkv.prefill(model(), FIRST + SECOND, policy=jaxkv.FullKV()).nbytes
         gone = engine.submit(THIRD * 9, **ANSWER)
         gone.cancel()
         assert answer(engine, THIRD * 9 + SECOND)[1] in (0, 117)
+        # Not one for each of the three answers.
+        assert prefixes.nbytes < 5 * size
+    assert prefixes.nbytes == 0

@@ -66,7 +66,7 @@ class ServeCommand(EngineOptions):
             --documents.
         document_bytes: maximum bytes of documents on the device; others are on disk (default: half of the rest).
         prefix_cache: policies for which a prompt that continues an earlier conversation reuses its cache: auto for
-            those that do not follow the prompt's end, all, or none.
+            those whose choice fits a longer text, all, or none.
         prefix_bytes: maximum bytes of these caches in host memory, for each policy (default: a quarter of the rest).
         host: address to listen at; 0.0.0.0 for all interfaces.
         port: port to listen at; 0 for any free one.

@@ -42,7 +42,13 @@ from jaxkv.serving.compiling import (
 from jaxkv.serving.document_store import Document, DocumentCacheStore
 from jaxkv.serving.given import apply_request_budget, compute_deadline, resolve_random_key
 from jaxkv.serving.mapping import answer_prompts, make_waiting_submit
-from jaxkv.serving.prefix_cache import AUTO_PREFIXES, USUAL_SHARE, PrefixCache, PrefixCacheConfig
+from jaxkv.serving.prefix_cache import (
+    AUTO_PREFIXES,
+    MOST_USUAL_BYTES,
+    USUAL_SHARE,
+    PrefixCache,
+    PrefixCacheConfig,
+)
 from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull, Request
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.slot_memory import (
@@ -66,7 +72,8 @@ _OPEN = weakref.WeakSet["Engine"]()
 class Engine:
     """Answer many requests over the slots of one running batch: prefill each, compress it, decode it in a free slot.
 
-    The tokens of a request equal those of `jaxkv.generate` with its key (in float32), independent of other requests.
+    The tokens of a request equal those of `jaxkv.generate` with its key (in float32), independent of other requests;
+    under policies that evict, those of a prompt that continues an answered one equal a `Session`'s (`prefix_cache`).
     Decode steps of running requests alternate with the layers of a prefill.
 
     ```python
@@ -307,7 +314,7 @@ class Engine:
             text=params.text,
             needs_extras=needs_extras(sampling),
         )
-        works = [answer(key=each) for each in keys]
+        works = [answer(key=each, further=at > 0) for at, each in enumerate(keys)]
         works[0].request.others = tuple(work.request for work in works[1:])
         self._enqueue_work(works)
         return works[0].request
@@ -446,6 +453,8 @@ class Engine:
             for thread in filter(threading.Thread.is_alive, threads):
                 thread.join()
             self.documents.close_document_store()
+            if self._scheduler.prefixes is not None:
+                self._scheduler.prefixes.drop_all_prefixes()
 
     def __enter__(self) -> "Engine":
         """Return the engine itself."""
@@ -475,7 +484,8 @@ class Engine:
         if most is None:
             # On a CPU the slots take the same memory.
             taken = self._slots.needed if get_model_device(params).platform == "cpu" else 0
-            most = int(USUAL_SHARE * share * max(0, memory.get_machine_bytes() - taken))
+            left = max(0, memory.get_machine_bytes() - taken)
+            most = min(MOST_USUAL_BYTES, int(USUAL_SHARE * share * left))
         return PrefixCache(most_bytes=most)
 
     def _require_prompt_fits(self, tokens: int, document: Document | None) -> None:

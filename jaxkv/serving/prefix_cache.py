@@ -14,12 +14,15 @@ from jaxkv._errors import require
 from jaxkv.cache import KVCache, repack_through_host
 from jaxkv.cache.host_store import make_host_sharding
 from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.policies.checks import ShareBudget
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import copy_to_host
 
 PREFIX_POLICIES = ("auto", "all", "none")
 # The bytes of a cache without a budget of its own: a share of the memory that is left.
 USUAL_SHARE = 0.25
+# XLA's pool of pinned host memory has 64 GiB.
+MOST_USUAL_BYTES = 32 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,9 @@ class PrefixCacheConfig:
     """Config of an engine's reuse of prefixes: for which policies, and their maximum bytes in host memory.
 
     Attributes:
-        policies: "auto" for policies that do not score entries by the prompt's end, so that a continued conversation
-            keeps what its whole text would; "all" for every policy; "none" to read every prompt anew.
+        policies: "auto" for policies whose choice of entries fits a longer text, too: they do not score by the prompt's
+            end, have no random numbers, and do not compress answers to a share of the prompt. "all" for every policy;
+            "none" to read every prompt anew.
         max_bytes: maximum bytes of all prefixes; above it the least recently used are dropped. None for a quarter of
             the machine's memory that the slots leave free.
     """
@@ -48,8 +52,10 @@ class PrefixCacheConfig:
 
     def includes_policy(self, policy: Policy) -> bool:
         """Return True if prefixes that this policy compressed may be reused."""
-        follows = policy.composed.scorer.follows_last_queries
-        return self.policies == "all" or (self.policies == "auto" and not follows)
+        parts = policy.composed
+        shares = isinstance(parts.budget, ShareBudget) and parts.decoding_compression.compresses
+        bound = parts.scorer.follows_last_queries or parts.uses_random_key or shares
+        return self.policies == "all" or (self.policies == "auto" and not bound)
 
 
 AUTO_PREFIXES = PrefixCacheConfig()
@@ -141,9 +147,9 @@ class PrefixCache:
             self.nbytes += tight.nbytes
 
     def find_prefix(self, ids: Sequence[int], owner: PrefixOwner) -> MatchedPrefix | None:
-        """Return the stored cache of the most first tokens of a prompt; None if none saves a prefill its length.
+        """Return the stored cache of the most first tokens of a prompt; None if none saves half of a prefill's length.
 
-        The rest of the prompt, one token at least, must fall into a lower bucket than the whole.
+        A token on top of a cache takes more than twice as long as one of a prefill.
         """
         asked = np.asarray(ids, np.int32)
         with self._lock:
@@ -164,6 +170,12 @@ class PrefixCache:
             )
         return MatchedPrefix(cache=found, tokens=tokens)
 
+    def drop_all_prefixes(self) -> None:
+        """Remove all stored caches."""
+        with self._lock:
+            self._stored.clear()
+            self.nbytes = 0
+
     def _drop_prefix(self, number: int) -> None:
         """Remove a stored cache and its bytes; the caller holds the lock."""
         self.nbytes -= self._stored.pop(number).cache.nbytes
@@ -181,5 +193,5 @@ def _stands_for(new: StoredPrefix, old: StoredPrefix) -> bool:
 
 
 def _saves_length(tokens: int, reused: int) -> bool:
-    """Return True if a prompt without its reused tokens falls into a lower bucket of lengths."""
-    return reused > 0 and round_up_to_bucket(tokens - reused) < round_up_to_bucket(tokens)
+    """Return True if a prompt without its reused tokens is padded to at most half of its length."""
+    return reused > 0 and 2 * round_up_to_bucket(tokens - reused) <= round_up_to_bucket(tokens)

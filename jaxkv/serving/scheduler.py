@@ -1,10 +1,12 @@
 """`Scheduler`: decides in each step whether to compute the next layer of a prompt or the next tokens of all slots."""
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 
 from jaxkv.cache import KVCache
@@ -19,6 +21,8 @@ from jaxkv.sharding.mesh import copy_to_host
 
 # Errors that reject one prompt or document; any other error is the engine's own.
 _REFUSALS = (ValueError, TypeError, MemoryError, OSError)
+# Errors that only leave a conversation unstored, or a prompt read whole.
+_MEMORY_ERRORS = (MemoryError, jax.errors.JaxRuntimeError)
 
 
 class Scheduler:
@@ -178,7 +182,10 @@ class Scheduler:
         else:
             works = [each for each in ready if each.encoded is ready[0].encoded]
         # They leave the queue only now, so that an error finds them in it.
-        prefix = self._match_prefix(works[0])
+        try:
+            prefix = self._match_prefix(works[0])
+        except _MEMORY_ERRORS:
+            prefix = None
         for work in works:
             self.waiting.remove(work)
             work.begun = time.monotonic()
@@ -209,7 +216,7 @@ class Scheduler:
 
     def _store_conversation(self, slot: int, work: RequestWork) -> None:
         """Store the cache of an answered request, which its slot still holds, for prompts that continue the text."""
-        if self.prefixes is None or work.document is not None or work.offline:
+        if self.prefixes is None or work.document is not None or work.offline or work.further:
             return
         cache = self.slots.copy_cache(slot)
         ids = work.encoded.ids[0] + work.sampled
@@ -299,7 +306,8 @@ class Scheduler:
         for _, work in ended:
             self._deliver_answer(work)
         for slot, work in ended:
-            self._store_conversation(slot, work)
+            with contextlib.suppress(*_MEMORY_ERRORS):
+                self._store_conversation(slot, work)
 
     def _deliver_answer(self, work: RequestWork) -> None:
         """Count a request as answered and deliver its answer; an error in doing so fails this request alone."""

@@ -97,6 +97,7 @@ class RequestWork(PrefillWork):
         eos: token ids that end the answer.
         offline: True if nobody waits for single tokens, so that prefills of others may go first.
         text: tokenizer of the model.
+        further: True for a further answer to the prompt of another request.
         request: the user's handle.
         ready: the compressed sequence while it waits for a slot, else None.
         told: True if its first token was sampled, and its text passed to readers, before it had a slot.
@@ -114,6 +115,7 @@ class RequestWork(PrefillWork):
     eos: tuple[int, ...]
     offline: bool
     text: ChatTokenizer | None
+    further: bool = False
     request: Request = dataclasses.field(default_factory=Request)
     ready: PausedSequence | None = None
     told: bool = False
