@@ -1,6 +1,7 @@
 """Prompts that continue an earlier conversation: its cache is reused, and answers are those of the whole prompt."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import tiny
 import jaxkv
 from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.serving import PrefixCacheConfig
+from jaxkv.serving.compiling import COMPUTING
 from jaxkv.serving.prefix_cache import PrefixCache, PrefixOwner
 
 LIMITS = {
@@ -191,6 +193,26 @@ def test_without_memory_prompts_are_read_whole(monkeypatch, name):
     with jaxkv.Engine(model(), policy=jaxkv.FullKV(), **LIMITS) as engine:
         for prompt, tokens, reused in turns(engine):
             assert (tokens, reused) == (alone(jaxkv.FullKV(), prompt), 0)
+
+
+def test_programs_compile_for_a_prefix_that_was_missed():
+    """Beside an engine that computes, nothing else compiles."""
+
+    class Busy:
+        pass
+
+    busy = Busy()
+    COMPUTING.add(busy)
+    with jaxkv.Engine(model(), policy=jaxkv.FullKV(), precompile=False, **LIMITS) as engine:
+        answer(engine, FIRST)
+        assert (True, 64) in engine._slots.uncompiled
+        assert answer(engine, FIRST + OTHER)[1] == 0
+        deadline = time.monotonic() + 300
+        while (True, 64) in engine._slots.uncompiled:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert answer(engine, FIRST + OTHER)[1] > 90
+        COMPUTING.discard(busy)
 
 
 def test_engines_that_cannot_reuse_prefixes():

@@ -56,6 +56,8 @@ class Scheduler:
         self.waiting: collections.deque[PrefillWork] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
         self.reused_tokens = 0
+        # Padded lengths for which a stored prefix was not used, because their programs were not compiled.
+        self._missed: tuple[tuple[bool, int], ...] = ()
         # The answers to one prompt, or a document, with its prefill.
         self._reading: tuple[list[PrefillWork], Walk[KVCache]] | None = None
         self._ready: collections.deque[RequestWork] = collections.deque()
@@ -85,9 +87,10 @@ class Scheduler:
 
     @property
     def first_uncompiled_length(self) -> tuple[bool, int] | None:
-        """(is a question, padded length) of the first waiting request with programs to compile; None without one."""
+        """(is a question, padded length) of the first waiting request or missed prefix to compile for; None without."""
         lengths = [each.length_bucket for each in list(self.waiting)]
-        return next((each for each in lengths if each in self.slots.uncompiled), None)
+        wanted = (each for each in (*lengths, *self._missed) if each in self.slots.uncompiled)
+        return next(wanted, None)
 
     def run_scheduler_step(self) -> bool:
         """End expired requests, fill slots, then compute a prefill layer, tokens or both; return False if neither."""
@@ -206,7 +209,9 @@ class Scheduler:
             return None
         left, chunk = len(ids) - found.tokens, self.slots.question_chunk
         sizes = {min(left, chunk), left % chunk or chunk}
-        if any((True, round_up_to_question(size)) in self.slots.uncompiled for size in sizes):
+        lengths = {(True, round_up_to_question(size)) for size in sizes}
+        if not lengths.isdisjoint(self.slots.uncompiled):
+            self._missed = tuple(lengths)
             return None
         placed = self.slots.place_stored_cache(found.cache, left, work.new)
         if placed is None:
