@@ -346,7 +346,11 @@ def as_on_a_gpu(monkeypatch):
 
         kernel = getattr(pallas_kernels, name)
         monkeypatch.setattr(pallas_kernels, name, functools.partial(interpreted, kernel))
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, cuda, default: cuda(*given))
+
+    def on_cuda(*given, default, **ways):
+        return ways.get("cuda", default)(*given)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_cuda)
     jax.clear_caches()
     yield calls
     jax.clear_caches()

@@ -467,18 +467,19 @@ def _rearrange_cache_leaf(
     """
     if path[-1] == GetAttrKey("start"):
         return start
-    taken = copy_to_host(leaf).take(of, axis=logical_axes.index("B"))
+    held, batch = copy_to_host(leaf), logical_axes.index("B")
     pool = next((part.idx for part in path if isinstance(part, SequenceKey)), 0)
     if GetAttrKey("bounds") in path:
-        return resize_page_axis(taken, pages[pool])
+        return resize_page_axis(held.take(of, axis=batch), pages[pool])
     if "P" not in logical_axes:
-        return taken
+        return held.take(of, axis=batch)
     source = sources[pool]
     sequence, row = np.nonzero(source >= 0)
-    rows = np.zeros((*source.shape, *taken.shape[2:]), taken.dtype)
+    rows = np.zeros((*source.shape, *held.shape[2:]), held.dtype)
     if path[-1] == GetAttrKey("pos"):
         rows -= 1
-    rows[sequence, row] = taken[sequence, source[sequence, row]]
+    # Only rows with entries are copied.
+    rows[sequence, row] = held[of[sequence], source[sequence, row]]
     return rows
 
 
