@@ -19,7 +19,8 @@ Vectors = Float[Array, "*rows E"]
 # Split-K for GPUs of about a hundred multiprocessors: maximum rows (one tile) of a product that is split; outputs over
 # all parts at which splitting stops; maximum number of parts; minimum elements per partial sum.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
-# Numbers of vectors for which a CPU multiplies the matrix by them, not them by the matrix.
+# Numbers of float32 vectors for which a CPU multiplies the matrix by them, not them by the matrix; in bfloat16 that is
+# slower.
 _FEW_VECTORS = range(2, 17)
 # Maximum vectors of the kernel that multiplies codes on tensor cores.
 _MOST_CODED_VECTORS = 16
@@ -135,7 +136,7 @@ def _multiply_by_xla(x: Float[Array, "n E"], weight: StoredWeight) -> Float[Arra
     """Multiply vectors by a weight with XLA; return float32 `[n, O]`."""
     x, weight = _delay_dequantisation(x, weight)
     matrix = weight.get_weight_matrix(x.dtype).reshape(-1, x.shape[-1])
-    if len(x) in _FEW_VECTORS:
+    if len(x) in _FEW_VECTORS and x.dtype == jnp.float32:
         ways = {"cpu": _multiply_swapped, "default": _multiply_by_rows}
         out = lax.platform_dependent(x, matrix, **ways)
     else:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -77,7 +78,7 @@ class StoredPrefix:
     cache: KVCache
     owner: PrefixOwner
 
-    @property
+    @functools.cached_property
     def is_divisible(self) -> bool:
         """True if the first entries of each segment are the cache of the first tokens: none was evicted."""
         tables = self.cache.tables
