@@ -18,11 +18,10 @@ import urllib.request
 from benchmarks import qa_peer, record
 from benchmarks.serving_http import serving
 
-MODEL, NEW, TOKENS = "smollm2-135m-instruct", 24, 1500
+# Words of a document, some 1,300 tokens.
+MODEL, NEW, WORDS = "smollm2-135m-instruct", 24, 1080
 # Arguments of policies by the name of their model.
 POLICIES = {"full": "full", "full:kvzip-budget-0.25": "kvzip --budget 0.25"}
-# Words of a document that has about as many tokens as asked for.
-qa_peer.WORDS = 1080
 
 
 def post(port, path, body):
@@ -86,7 +85,7 @@ def main():
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rows = qa_peer.rows(options.seed)[: options.conversations]
+    rows = qa_peer.rows(options.seed, WORDS)[: options.conversations]
     limits = {"max_prompt_tokens": 2560, "max_new_tokens": NEW, "max_question_tokens": 128}
     results = {"machine": record.machine(), "policies": {}}
     with contextlib.ExitStack() as stack:
@@ -96,7 +95,7 @@ def main():
             ports[name], _ = stack.enter_context(started)
         for model in POLICIES:
             # Programs compile before the clock runs.
-            converse(ports, model, qa_peer.rows(options.seed + 1)[0])
+            converse(ports, model, qa_peer.rows(options.seed + 1, WORDS)[0])
             talks = [converse(ports, model, row) for row in rows]
             ratios = [
                 mine[1] / other[1]

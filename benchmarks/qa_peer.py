@@ -53,14 +53,14 @@ FACTS = (
 )
 
 
-def rows(seed: int) -> list[dict]:
-    """Lines of the data file: passages with five facts each at random places, and questions about these."""
+def rows(seed: int, count: int = WORDS) -> list[dict]:
+    """Lines of the data file: passages of `count` words with five facts at random places, and questions about these."""
     rng, texts = np.random.default_rng(seed), list(read_texts(None).values())
     made = []
     for number in range(DOCUMENTS):
         words = texts[number % len(texts)].split()
-        start = int(rng.integers(len(words) - WORDS))
-        parts = np.array_split(words[start : start + WORDS], QUESTIONS + 1)
+        start = int(rng.integers(len(words) - count))
+        parts = np.array_split(words[start : start + count], QUESTIONS + 1)
         values = [str(rng.choice(each)) for *_, each in FACTS]
         said = [fact.format(value) for (fact, *_), value in zip(FACTS, values, strict=True)] + [""]
         text = " ".join(f"{' '.join(part)} {fact}" for part, fact in zip(parts, said, strict=True))

@@ -418,9 +418,10 @@ def test_a_file_of_keys(tmp_path):
     file.chmod(0o644)
     with pytest.warns(UserWarning, match="other users"):
         assert read_api_keys(str(file)) == found
-    file.write_text("# none\n")
-    with pytest.raises(ValueError, match="--api-keys="):
-        read_api_keys(str(file))
+    for text in ("# none\n", "ann:sk-1\nbob:\n"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="--api-keys="):
+            read_api_keys(str(file))
     with pytest.raises(ValueError, match="api_key="):
         RequestLimits(api_keys={"a b": "ann"})
 

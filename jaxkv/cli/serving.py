@@ -164,13 +164,16 @@ class ServeCommand(EngineOptions):
 def read_api_keys(name: str) -> dict[str, str]:
     """Read a file of API keys, one per line; return each key's public name: the text before ":", else a hash.
 
-    Warns about a file that other users can read. Raises ValueError without keys, OSError for an unreadable file.
+    Warns about a file that other users can read. Raises ValueError without keys or for a name without one, OSError for
+    an unreadable file.
     """
     found = dict[str, str]()
-    for line in read_text(name, "--api-keys").splitlines():
+    for number, line in enumerate(read_text(name, "--api-keys").splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
         client, _, key = (part.strip() for part in line.rpartition(":"))
-        if key and not line.lstrip().startswith("#"):
-            found[key] = client or hashlib.sha256(key.encode()).hexdigest()[:8]
+        require(bool(key), "--api-keys", f"line {number}", "no key: write NAME:KEY or KEY")
+        found[key] = client or hashlib.sha256(key.encode()).hexdigest()[:8]
     require(bool(found), "--api-keys", name, "no key: put one on each line")
     if name != "-" and os.stat(os.path.expanduser(name)).st_mode & 0o044:
         warnings.warn(
