@@ -36,7 +36,7 @@ from jaxkv.planning.traced_programs import select_largest_calls, trace_planned_l
 from jaxkv.planning.worker import compile_traced_program, prepare_trace_inputs
 
 # Kernels by the beginnings of their names. JAX's splash attention spills on TPUs, and may.
-NAMES = ("ragged_", "compact", "add_norm", "multiply_codes", "replace_rows", "evict_rows")
+NAMES = ("ragged_", "compact", "add_norm", "multiply_", "replace_rows", "evict_rows")
 NAMES += ("flash_prefill", "column_sums", "window", "tpu_", "splash")
 # Dtypes as HLO names them.
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "int8": "s8"}

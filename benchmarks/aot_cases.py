@@ -28,8 +28,9 @@ KERNELS = (
     "add_norm",
     "multiply_codes_8",
     "multiply_codes_4",
-    "multiply_codes_dot_8",
-    "multiply_codes_dot_4",
+    "multiply_blocks_16",
+    "multiply_blocks_8",
+    "multiply_blocks_4",
     "replace_rows",
     "evict_rows",
     "flash",
@@ -70,6 +71,8 @@ class Kernel:
         if self.kernel == "flash_mosaic":
             dims = ("Llama-3-8B", "SmolLM2-135M")
             return self.model in dims and self.dtype != "float32" and self.device == "h100"
+        if self.kernel == "multiply_blocks_16":
+            return self.dtype != "float32"
         dim = next(heads.dim for heads in shapes.MODELS if heads.name == self.model)
         store = STORES.get(self.kernel.removeprefix("decode_token_"))
         return store is None or store.supports_kernels(set(store.kernels), dim)
@@ -212,9 +215,8 @@ def arguments(case):
             return pallas_kernels.gather_kept_entries, (whole, whole, of((batch, pool), i32))
         case "multiply_codes_8" | "multiply_codes_4":
             return linear_arguments(heads, dtype, bits=int(case.kernel[-1]))
-        case "multiply_codes_dot_8" | "multiply_codes_dot_4":
-            by = pallas_kernels.multiply_codes_by_tensor_cores
-            return linear_arguments(heads, dtype, bits=int(case.kernel[-1]), vectors=16, by=by)
+        case "multiply_blocks_16" | "multiply_blocks_8" | "multiply_blocks_4":
+            return experts_arguments(heads, dtype, bits=int(case.kernel.rpartition("_")[-1]))
         case "add_norm" | "replace_rows" | "evict_rows":
             return step_arguments(case.kernel, heads, dtype, batch=batch, pool=pool)
         case "flash":
@@ -236,15 +238,37 @@ def arguments(case):
     raise ValueError(case.kernel)
 
 
-def linear_arguments(heads, dtype, *, bits, vectors=1, by=pallas_kernels.multiply_codes):
-    """The output map of a model, of one vector or more, in 8 or 4 bits."""
-    of, width = jax.ShapeDtypeStruct, -(-heads.kv_heads * heads.group * heads.dim // 32) * 32
-    x = of((vectors, width), dtype)
+def linear_arguments(heads, dtype, *, bits):
+    """The output map of a model, of one vector, in 8 or 4 bits."""
+    of, width = jax.ShapeDtypeStruct, output_width(heads)
+    codes = coded(dtype, bits, width, width)
+    return pallas_kernels.multiply_codes, (of((1, width), dtype), *codes)
+
+
+def experts_arguments(heads, dtype, *, bits):
+    """Sixteen vectors for each of eight experts, and for one more block that is not there, in 16, 8 or 4 bits."""
+    of, width = jax.ShapeDtypeStruct, output_width(heads)
+    given = (of((9, 16, width), dtype), of((9,), jnp.int32))
+    return pallas_kernels.multiply_blocks_by_tensor_cores, (
+        *given,
+        *coded(dtype, bits, 8, width, width),
+    )
+
+
+def output_width(heads):
+    """Outputs of a model's output map, in whole groups of 4-bit codes."""
+    return -(-heads.kv_heads * heads.group * heads.dim // 32) * 32
+
+
+def coded(dtype, bits, *shape):
+    """A weight of that shape as `StoredWeight` holds it: in the dtype, or codes with what belongs to them."""
+    of, (*lead, width) = jax.ShapeDtypeStruct, shape
+    if bits == 16:
+        return of(shape, dtype), None, None, None
     if bits == 8:
-        return by, (x, of((width, width), jnp.int8), of((width,), jnp.float32))
-    group = of((width, width // 32), jnp.float16)
-    given = (x, of((width, width // 2), jnp.uint8), group, group)
-    return lambda x, codes, *of_groups: by(x, codes, None, *of_groups), given
+        return of(shape, jnp.int8), of(tuple(lead), jnp.float32), None, None
+    group = of((*lead, width // 32), jnp.float16)
+    return of((*lead, width // 2), jnp.uint8), None, group, group
 
 
 def stored(store, batch, pool, dim):

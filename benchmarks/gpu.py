@@ -16,7 +16,7 @@ from a checkout (jax, flax, optax, numpy, jaxtyping, safetensors, ml_dtypes, tqd
 these commands in this order, the second as often as time is left; DIR holds what has come back from the ones before
 (`cp benchmarks/results/*.jsonl DIR`). What has never run comes first::
 
-    python3 -m benchmarks.gpu --out DIR --minutes 9 --only copy codes linear slots bits end
+    python3 -m benchmarks.gpu --out DIR --minutes 9 --only copy codes linear experts slots bits end
     python3 -m benchmarks.gpu --out DIR --minutes 4
 
 Compiled programs are kept in .cache/gpu for as long as the machine keeps that folder.

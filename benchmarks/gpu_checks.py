@@ -251,10 +251,14 @@ def linear(case, dtype):
                 70, width
             )
         given = [None if each is None else jnp.asarray(each) for each in given]
-        several = pallas_kernels.multiply_codes_by_tensor_cores
-        for by, these, name in ((pallas_kernels.multiply_codes, x[:1], ""), (several, x, " dot")):
-            ours = by(these, *given, interpret=INTERPRET).sum(axis=0)
-            found[f"linear {bits} bits{name}"] = error(ours, wide(these) @ weight.T)
+        ours = pallas_kernels.multiply_codes(x[:1], *given, interpret=INTERPRET).sum(axis=0)
+        found[f"linear {bits} bits"] = error(ours, wide(x[:1]) @ weight.T)
+        # Two blocks by the second of two weights, a third that is not there.
+        two = jax.tree.map(lambda each: jnp.stack([jnp.zeros_like(each), each]), given)
+        ours = pallas_kernels.multiply_blocks_by_tensor_cores(
+            jnp.stack([x, 2 * x, x]), jnp.asarray([1, 1, -1]), *two, interpret=INTERPRET
+        ).sum(axis=0)
+        found[f"linear {bits} bits blocks"] = error(ours[1], wide(2 * x) @ weight.T)
     return found
 
 

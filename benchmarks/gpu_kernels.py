@@ -16,6 +16,8 @@ from jaxkv.attention import Implementation, get_attention_backend
 from jaxkv.attention.kernels import wrap_kernel_inputs
 from jaxkv.cache.layout import SegmentLayout
 from jaxkv.cache.named_stores import STORES
+from jaxkv.models import mixture
+from jaxkv.models.stored import StoredWeight
 from pallas_kernels.codes import compute_mean_itemsize
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
@@ -93,11 +95,16 @@ def linear(case):
     weights = [_codes(index, *size, bits) for index, size in enumerate(sizes)]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
 
-    several = pallas_kernels.multiply_codes_by_tensor_cores
-    by = pallas_kernels.multiply_codes if vectors == 1 else several
-
     def times(x, w):
-        return by(x, *w, interpret=INTERPRET).sum(axis=0).astype(x.dtype)
+        if vectors == 1:
+            return (
+                pallas_kernels.multiply_codes(x, *w, interpret=INTERPRET)
+                .sum(axis=0)
+                .astype(x.dtype)
+            )
+        alone, ids = jax.tree.map(lambda leaf: leaf[None], w), jnp.zeros(1, jnp.int32)
+        by = pallas_kernels.multiply_blocks_by_tensor_cores
+        return by(x[None], ids, *alone, interpret=INTERPRET).sum(axis=0)[0].astype(x.dtype)
 
     def layer(x, weights):
         qkv, out, up, down = weights
@@ -309,3 +316,44 @@ def gather(case):
 
     found = chained(compact, source, pools, estimate=nbytes / _BYTES)
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
+
+
+def experts(case):
+    """A mixture's experts for tokens of a decode step, by each of the three ways that compute them."""
+    tokens, chosen, count, bits = (case[each] for each in ("tokens", "chosen", "count", "bits"))
+    embed, hidden = case["embed"], case["hidden"]
+    gate_up, down = (
+        _expert_codes(seed, count, *size, bits)
+        for seed, size in enumerate(((2 * hidden, embed), (embed, hidden)))
+    )
+    gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, 2, hidden, *leaf.shape[2:]), gate_up)
+    x = random(2, (tokens, embed), jnp.bfloat16)
+    logits = jax.random.normal(jax.random.key(3), (tokens, count))
+    shares, ids = lax.top_k(jax.nn.softmax(logits), chosen)
+    weights = StoredWeight(*gate_up), StoredWeight(*down)
+    each = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / count
+    nbytes, found = len(np.unique(ids)) * each, {}
+    for name, way in {
+        "tensor_cores": partial(mixture.apply_experts_on_tensor_cores, interpret=INTERPRET),
+        "by_token": mixture.apply_experts_by_token,
+        "in_blocks": mixture.apply_experts_in_blocks,
+    }.items():
+
+        def layer(x, weights, way=way):
+            return _normed(way(x, ids, shares, *weights)).astype(x.dtype)
+
+        found[name] = chained(layer, x, [weights], estimate=nbytes / _BYTES)
+    best = found["tensor_cores"]["seconds"]
+    return found | {"bytes": nbytes, "seconds": best, "bytes_per_second": nbytes / best}
+
+
+def _expert_codes(key, count, outputs, width, bits):
+    if bits == 16:
+        return (
+            random(key, (count, outputs, width), jnp.bfloat16, scale=width**-0.5),
+            None,
+            None,
+            None,
+        )
+    codes = _codes(key, count * outputs, width, bits)
+    return jax.tree.map(lambda leaf: leaf.reshape(count, outputs, *leaf.shape[1:]), codes)

@@ -150,6 +150,16 @@ def _torch(batch, rows, causal=False):
     return {"name": name, **_heads("8B"), "batch": batch, "rows": rows, "causal": causal}
 
 
+def _experts(name, count, chosen, embed, hidden, tokens, bits):
+    sizes = {"count": count, "chosen": chosen, "embed": embed, "hidden": hidden}
+    return {
+        "name": f"{name}, {bits} bits, {tokens} tokens",
+        "tokens": tokens,
+        "bits": bits,
+        **sizes,
+    }
+
+
 _END = {"function": "gpu_end:end_to_end", "limit": 240.0, "sources": MODEL, "alone": True}
 _TORCH = {
     "function": "gpu_end:torch_attention",
@@ -198,6 +208,20 @@ PARTS = (
         quick=(_products("tiny layer, 4 bits", 1, 64, 128, 128) | {"bits": 4},),
         limit=60,
         sources=_KERNELS,
+    ),
+    Part(
+        name="experts",
+        what="a mixture's experts for few tokens, by the kernel and by XLA",
+        function="gpu_kernels:experts",
+        cases=tuple(
+            _experts(*mixture, tokens, bits)
+            for mixture in (("gpt-oss-20b", 32, 4, 2880, 2880), ("30B-A3B", 128, 8, 2048, 768))
+            for bits in (16, 4)
+            for tokens in (1, 4, 16, 64)
+        ),
+        quick=(_experts("tiny", 4, 2, 64, 64, 4, 8),),
+        limit=90,
+        sources=(*_KERNELS, "jaxkv/models/mixture.py"),
     ),
     Part(
         name="checks",

@@ -102,6 +102,15 @@ PLAIN = (
         lambda f: [micro(f), _tera(f["bytes_per_second"])],
     ),
     (
+        "Experts of a mixture",
+        "experts",
+        ("us", "by token, us", "in blocks, us", "TB/s"),
+        lambda f: [
+            *(micro(f[each]) for each in ("tensor_cores", "by_token", "in_blocks")),
+            _tera(f["bytes_per_second"]),
+        ],
+    ),
+    (
         "Kernels against numpy",
         "checks",
         ("largest error",),

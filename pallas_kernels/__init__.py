@@ -8,7 +8,7 @@ from pallas_kernels.codes import Int4Pool, Int8Pool
 from pallas_kernels.decode import EntryScores, append_and_attend, attend
 from pallas_kernels.gather import gather_kept_entries
 from pallas_kernels.linear import multiply_codes
-from pallas_kernels.linear_dot import multiply_codes_by_tensor_cores
+from pallas_kernels.linear_dot import multiply_blocks_by_tensor_cores
 from pallas_kernels.norm import add_norm
 from pallas_kernels.prefill import flash, sum_attention_per_key
 from pallas_kernels.replace import evict_lowest_entries, overwrite_evicted_rows
@@ -32,7 +32,7 @@ __all__ = [
     "evict_lowest_entries",
     "flash",
     "multiply_codes",
-    "multiply_codes_by_tensor_cores",
+    "multiply_blocks_by_tensor_cores",
     "count_concurrent_programs",
     "overwrite_evicted_rows",
     "sum_window_attention",

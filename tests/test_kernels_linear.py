@@ -1,5 +1,6 @@
 """Products with weights in 8 and 4 bits, interpreted, against plain numpy in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,12 +87,42 @@ def test_products_of_several_vectors_on_tensor_cores(outputs, width, bits, vecto
     (x,) = draw(1, (vectors, width), dtype=jnp.dtype(dtype))
     x = x * jnp.asarray([[1.0], [3e3], *[[1e-5]] * vectors], x.dtype)[:vectors]
     given, whole = weight_of(2, outputs, width, bits)
-    parts = pallas_kernels.multiply_codes_by_tensor_cores(x, *given, interpret=True)
-    assert parts.dtype == jnp.float32 and parts.shape[1:] == (vectors, outputs)
+    ids, alone = jnp.zeros(1, jnp.int32), [None if each is None else each[None] for each in given]
+    multiply = pallas_kernels.multiply_blocks_by_tensor_cores
+    parts = multiply(x[None], ids, *alone, interpret=True)
+    assert parts.dtype == jnp.float32 and parts.shape[1:] == (1, vectors, outputs)
     want = wide(x) @ whole.T
     # A vector's own scale: that of others says nothing.
-    off = np.abs(wide(parts).sum(axis=0) - want).max(axis=1)
+    off = np.abs(wide(parts).sum(axis=0)[0] - want).max(axis=1)
     assert (off <= (5e-6 if bits == 8 else 5e-4) * np.abs(want).max(axis=1)).all()
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize(
+    ("outputs", "width", "vectors", "dtype"),
+    [(64, 1024, 16, "bfloat16"), (70, 96, 3, "float16")],
+)
+def test_each_block_is_multiplied_by_its_own_weight(outputs, width, bits, vectors, dtype):
+    """Weights are chosen in any order, twice or not at all; a block without one is not computed."""
+    ids = [2, 0, 2, -1, 3]
+    (x,) = draw(1, (len(ids), vectors, width), dtype=jnp.dtype(dtype))
+    if bits == 16:
+        (codes,) = draw(3, (4, outputs, width), dtype=jnp.dtype(dtype))
+        given, whole = (codes,), wide(codes)
+    else:
+        made = [weight_of(seed, outputs, width, bits) for seed in range(4)]
+        given = [
+            None if each[0] is None else jnp.stack(each)
+            for each in zip(*(one for one, _ in made), strict=True)
+        ]
+        whole = np.stack([each for _, each in made])
+    multiply = pallas_kernels.multiply_blocks_by_tensor_cores
+    parts = multiply(x, jnp.asarray(ids, jnp.int32), *given, interpret=True)
+    assert parts.dtype == jnp.float32 and parts.shape[1:] == (5, vectors, outputs)
+    for at in (0, 1, 2, 4):
+        want = wide(x)[at] @ whole[ids[at]].T
+        off = np.abs(wide(parts).sum(axis=0)[at] - want).max()
+        assert off <= (5e-4 if bits == 4 else 5e-6) * np.abs(want).max()
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -99,7 +130,12 @@ def test_products_of_several_vectors_on_tensor_cores(outputs, width, bits, vecto
 def test_lowers_for_a_gpu(bits, several):
     """As far as a machine without a GPU's compiler goes: the PTX that joins bytes and floats is there."""
     x, given = jnp.ones((1 + several, 1024), jnp.bfloat16), weight_of(0, 64, 1024, bits)[0]
-    one = pallas_kernels.multiply_codes
-    by = pallas_kernels.multiply_codes_by_tensor_cores if several else one
+    by = pallas_kernels.multiply_codes
+    if several:
+        by, given = (
+            pallas_kernels.multiply_blocks_by_tensor_cores,
+            jax.tree.map(lambda each: each[None], given),
+        )
+        x, given = x[None], (jnp.zeros(1, jnp.int32), *given)
     text = by.trace(x, *given).lower(lowering_platforms=("cuda",)).as_text()
-    assert "multiply_codes" in text and "custom_call" in text
+    assert by.__name__ in text and "custom_call" in text

@@ -1,5 +1,7 @@
 """Mixtures of experts: the rows of a plain loop, none dropped those who is chosen, and no more work than that."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,16 @@ from jaxkv.models.mixture import (
     MixtureMLP,
     apply_experts_by_token,
     apply_experts_in_blocks,
+    apply_experts_on_tensor_cores,
     choose_block_rows,
     sum_expert_biases,
 )
 from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import ExpertsConfig
 
+in_kernels = jax.jit(
+    functools.partial(apply_experts_on_tensor_cores, interpret=True), static_argnames="limit"
+)
 WAYS = {
     name: jax.jit(
         lambda x, ids, shares, gate_up, down, bias=None, limit=None, of=of: of(
@@ -75,6 +81,62 @@ def oracle_with_biases(x, ids, shares, gate_up, down, up_bias, down_bias, limit)
         assert limited
         out[row] += (wide[3][expert] @ hidden + wide[5][expert]) * wide[1][row, rank]
     return out
+
+
+def coded(rng, bits, *shape):
+    """A weight in 16, 8 or 4 bits, and what it stands for in float64."""
+    weight = rng.standard_normal(shape) / shape[-1] ** 0.5
+    if bits == 16:
+        held = jnp.asarray(weight, jnp.bfloat16)
+        return StoredWeight(held), np.asarray(held, np.float64)
+    if bits == 8:
+        scale = (np.abs(weight).max(axis=-1) / 127).astype(np.float32)
+        codes = np.round(weight / scale[..., None]).astype(np.int8)
+        held = StoredWeight(jnp.asarray(codes), scale=jnp.asarray(scale))
+        return held, codes * scale[..., None].astype(np.float64)
+    group = (*shape[:-1], shape[-1] // 32)
+    scales, leasts = (
+        (rng.uniform(*each, group) / shape[-1] ** 0.5).astype(np.float16)
+        for each in ((0.1, 0.3), (-3, 0))
+    )
+    codes = rng.integers(0, 16, (*group, 32))
+    held = (codes[..., :16] | codes[..., 16:] << 4).astype(np.uint8)
+    given = (jnp.asarray(each) for each in (held.reshape(*shape[:-1], -1), scales, leasts))
+    codes_held, *groups = given
+    whole = codes * scales[..., None].astype(np.float64) + leasts[..., None]
+    return StoredWeight(codes_held, None, *groups), whole.reshape(shape)
+
+
+@pytest.mark.parametrize(
+    "bits, tokens, count, chosen, among, limit",
+    [
+        (8, 2, 8, 2, 8, 0.75),
+        (4, 9, 8, 3, 8, None),
+        (16, 40, 4, 2, 4, None),
+        (4, 37, 8, 2, 2, 0.75),
+        (16, 1, 4, 4, 4, 0.75),
+    ],
+    ids=["few", "some", "several blocks", "all for two", "one token"],
+)
+def test_kernels_of_experts(bits, tokens, count, chosen, among, limit):
+    """Blocks of 16 tokens of one expert, in each width of weights, with and without biases and a limit."""
+    rng = np.random.default_rng(tokens + bits)
+    x = jnp.asarray(rng.standard_normal((tokens, 64)), jnp.bfloat16)
+    ids = jnp.asarray(np.stack([rng.permutation(among)[:chosen] for _ in range(tokens)]), jnp.int32)
+    shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), jnp.float32)
+    (gate_up, ups), (down, downs) = (
+        coded(rng, bits, count, *shape) for shape in ((2, 96, 64), (64, 96))
+    )
+    bias = jnp.asarray(rng.standard_normal((count, 2, 96)), jnp.float32)
+    if limit is None:
+        found, want = in_kernels(x, ids, shares, gate_up, down), oracle(x, ids, shares, ups, downs)
+    else:
+        found = in_kernels(x, ids, shares, gate_up, down, bias, limit=limit)
+        rest = bias, np.zeros((count, 64)), limit
+        want = oracle_with_biases(x, ids, shares, ups, downs, *rest)
+    assert found.dtype == jnp.float32
+    # Hidden states are rounded to bfloat16.
+    np.testing.assert_allclose(found, want, atol=0.01 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import running
+from flax import nnx
 from gguf_files import layer_shapes, numbers_of, write
 from orbax_cases import MODELS, assert_same
 from safetensors.numpy import save_file
@@ -32,8 +33,10 @@ from jaxkv.models.layers import (
     multiply_split_k,
     uses_quantised_kernel,
 )
+from jaxkv.models.mixture import MixtureMLP, apply_experts_by_token
 from jaxkv.models.sources import map_parameter_sources
 from jaxkv.models.stored import StoredWeight
+from jaxkv.models.values import ExpertsConfig
 from jaxkv.models.weights import quantise_to_int4, quantise_to_int8
 
 # Fused and stacked tensors, biases, one kv head, mixtures of two kinds of files, an output matrix.
@@ -338,10 +341,10 @@ def test_kernels_multiply_codes():
 def as_on_a_gpu(monkeypatch):
     """What is chosen for an NVIDIA GPU runs here, its kernels interpreted; counts their calls by number of vectors."""
     calls = collections.Counter()
-    for name in ("multiply_codes", "multiply_codes_by_tensor_cores"):
+    for name in ("multiply_codes", "multiply_blocks_by_tensor_cores"):
 
-        def interpreted(kernel, x, *weight):
-            calls[x.shape[0]] += 1
+        def interpreted(kernel, x, *weight, interpret=True):
+            calls[x.shape[-2]] += 1
             return kernel(x, *weight, interpret=True)
 
         kernel = getattr(pallas_kernels, name)
@@ -380,6 +383,27 @@ def test_several_vectors_in_16_bits_are_multiplied_by_codes(as_on_a_gpu, bits, v
     assert set(as_on_a_gpu) == {vectors}
     for ours in (out, parts.sum(axis=0)):
         np.testing.assert_allclose(ours, want, atol=1e-3 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_experts_of_more_tokens_than_experts_are_multiplied_in_blocks(as_on_a_gpu, bits):
+    """Blocks of 16 vectors for gates and ups, and for downs; the outputs are XLA's loop's to bfloat16's precision."""
+    kind, rng = jax.numpy.dtype("bfloat16"), np.random.default_rng(bits)
+    weights = jax.numpy.dtype("int8") if bits == 8 else kind
+    mixture = MixtureMLP(64, 32, ExpertsConfig(count=4, chosen=2), dtype=kind, weights=weights)
+    for name, empty in nnx.to_pure_dict(nnx.state(mixture)).items():
+        codes = empty.dtype == "int8"
+        made = rng.integers(-9, 9, empty.shape) if codes else rng.uniform(0.01, 0.02, empty.shape)
+        getattr(mixture, name).set_value(jax.numpy.asarray(made, empty.dtype))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 64)).astype(kind)
+    out = mixture(x)
+    assert as_on_a_gpu == {16: 2}
+    ids, shares = mixture.select_experts(x.reshape(10, 64))
+    given = (get_stored_weight(mixture, each) for each in ("experts_gate_up", "experts_down"))
+    want = apply_experts_by_token(x.reshape(10, 64), ids, shares, *given)
+    np.testing.assert_allclose(
+        out.reshape(10, 64), want, atol=0.01 * float(jax.numpy.abs(want).max())
+    )
 
 
 def test_larger_batches_and_float32_widen_codes(as_on_a_gpu):

@@ -182,13 +182,16 @@ def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
     Only CUDA runs the kernels. On an H200 that for one vector took 80 us where bfloat16 weights took 113; that for
     several, on tensor cores, has not run on a GPU.
     """
-    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
     several = x.dtype.itemsize == 2 and 1 < x.shape[0] <= _MOST_CODED_VECTORS
     return (
-        (x.shape[0] == 1 or several)
-        and weight.supports_quantised_kernel
-        and not (major.isdecimal() and int(major) < 8)
+        (x.shape[0] == 1 or several) and weight.is_quantised and supports_kernels_on_device(weight)
     )
+
+
+def supports_kernels_on_device(weight: StoredWeight) -> bool:
+    """True if kernels support the weight, and the device, unless it is no GPU, has Ampere's instructions."""
+    major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
+    return weight.supports_kernels and not (major.isdecimal() and int(major) < 8)
 
 
 def _multiply_by_codes(
@@ -199,12 +202,12 @@ def _multiply_by_codes(
     import pallas_kernels
 
     def by_kernel(x: Array, weight: StoredWeight) -> Array:
-        flat = jax.tree.map(
-            lambda leaf: leaf.reshape(-1, *leaf.shape[len(weight.output_shape) :]), weight
-        )
-        one = pallas_kernels.multiply_codes
-        by = one if x.shape[0] == 1 else pallas_kernels.multiply_codes_by_tensor_cores
-        parts = by(x, *flat)
+        flat = weight.flatten_outputs()
+        if x.shape[0] == 1:
+            parts = pallas_kernels.multiply_codes(x, *flat)
+        else:
+            alone, ids = jax.tree.map(lambda leaf: leaf[None], flat), jnp.zeros(1, jnp.int32)
+            parts = pallas_kernels.multiply_blocks_by_tensor_cores(x[None], ids, *alone)[:, 0]
         return parts if split else parts.sum(axis=0, keepdims=True)
 
     # Both results have the kernel's shape.

@@ -5,6 +5,7 @@ expert. Here tokens are sorted by expert and multiplied in blocks of one expert 
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxkv.models.layers import (
     get_stored_weight,
     make_empty_parameter,
     multiply_by_weight,
+    supports_kernels_on_device,
 )
 from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import ExpertsConfig
@@ -32,6 +34,8 @@ Shares = Float[Array, "T k"]
 # Rows per block. Smaller blocks cost as much, because an expert's weights are read in any case; larger ones exceed a
 # GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
+# Rows per block of the kernel for tensor cores, which has not run on a GPU.
+_KERNEL_ROWS = 16
 # Factor within gpt-oss' sigmoid, with which gate * sigmoid(factor * gate) approximates GELU.
 _SLOPE = 1.702
 
@@ -93,12 +97,16 @@ class MixtureMLP(nnx.Module):
             get_stored_weight(self, "experts_down"),
             get_parameter_array(self.experts_gate_up_bias),
         )
-        by_blocks, singly = (
-            functools.partial(way, limit=self.experts.limit)
-            for way in (apply_experts_in_blocks, apply_experts_by_token)
+        ways = apply_experts_in_blocks, apply_experts_by_token, apply_experts_on_tensor_cores
+        by_blocks, singly, at_once = (
+            functools.partial(way, limit=self.experts.limit) for way in ways
         )
         if ids.size > self.experts.count:
-            return by_blocks(*given)
+            few = choose_block_rows(*ids.shape, self.experts.count) <= _KERNEL_ROWS
+            supported = x.dtype.itemsize == 2 and all(map(supports_kernels_on_device, given[3:5]))
+            if not (few and supported):
+                return by_blocks(*given)
+            return lax.platform_dependent(*given, cuda=at_once, default=by_blocks)
         # With so few tokens hardly any expert is selected twice. A GPU gathers the selected weights while it
         # multiplies, all experts in one product; a CPU would copy them first.
         return lax.platform_dependent(*given, cpu=by_blocks, default=singly)
@@ -163,33 +171,103 @@ def apply_experts_in_blocks(
     """
     (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
     size = choose_block_rows(tokens, chosen, count)
-    order = jnp.argsort(ids.reshape(-1), stable=True)
-    row, share = order // chosen, shares.reshape(-1)[order]
-    taken = jnp.zeros(count, jnp.int32).at[ids.reshape(-1)].add(1)
-    blocks = (taken + size - 1) // size
-    ends, after = jnp.cumsum(taken), jnp.cumsum(blocks)
+    blocks, share = _sort_into_blocks(ids, count, size), shares.reshape(-1)
 
     def block(index: Int[Array, ""], out: Tokens) -> Tokens:
-        expert = (after <= index).sum(dtype=jnp.int32)
-        end, before = ends[expert], after[expert] - blocks[expert]
-        at = end - taken[expert] + (index - before) * size + jnp.arange(size, dtype=jnp.int32)
-        mine, at = at < end, jnp.minimum(at, order.size - 1)
+        expert, at, mine = blocks.locate(index)
+        row = at // chosen
         # The barrier keeps XLA from hoisting a CPU's conversion of all experts' 16-bit weights out of the loop.
         *whole, expert = lax.optimization_barrier((gate_up, down, bias, expert))
         ups, downs, added = jax.tree.map(
             lambda each: lax.dynamic_index_in_dim(each, expert, keepdims=False), whole
         )
-        both = multiply_by_weight(x[row[at]], ups, added, wide=True)
+        both = multiply_by_weight(x[row], ups, added, wide=True)
         hidden = _compute_expert_activations(
             both[:, 0], both[:, 1], share[at, None], x.dtype, limit
         )
         # Rows after the expert's last one are dropped; their indices are unique.
-        to = jnp.where(mine, row[at], tokens + jnp.arange(size, dtype=jnp.int32))
+        to = jnp.where(mine, row, tokens + jnp.arange(size, dtype=jnp.int32))
         return out.at[to].add(
             multiply_by_weight(hidden, downs, wide=True), mode="drop", unique_indices=True
         )
 
-    return lax.fori_loop(0, after[-1], block, jnp.zeros(x.shape, jnp.float32))
+    return lax.fori_loop(0, blocks.after[-1], block, jnp.zeros(x.shape, jnp.float32))
+
+
+def apply_experts_on_tensor_cores(
+    x: Tokens,
+    ids: Chosen,
+    shares: Shares,
+    gate_up: StoredWeight,
+    down: StoredWeight,
+    bias: Float[Array, "X 2 F"] | None = None,
+    *,
+    limit: float | None = None,
+    interpret: bool = False,
+) -> Tokens:
+    """Compute mixture outputs without down's biases, float32 `[T, E]`, in two kernels for all experts' tokens.
+
+    `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`; `interpret` runs the kernels on any device. A
+    selected expert is read once for 16 of its tokens.
+    """
+    # Imported late because other models need no kernels.
+    from pallas_kernels import multiply_blocks_by_tensor_cores
+
+    multiply = functools.partial(multiply_blocks_by_tensor_cores, interpret=interpret)
+    (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
+    # No selection of experts has more blocks.
+    most = (ids.size + (_KERNEL_ROWS - 1) * min(ids.size, count)) // _KERNEL_ROWS
+    blocks, index = _sort_into_blocks(ids, count, _KERNEL_ROWS), jnp.arange(most, dtype=jnp.int32)
+    expert, at, mine = jax.vmap(blocks.locate)(index)
+    # The kernel skips blocks without tokens.
+    of = jnp.where(index < blocks.after[-1], expert, -1)
+    both = multiply(x[at // chosen], of, *gate_up.flatten_outputs(1)).sum(axis=0)
+    both = both.reshape(*at.shape, 2, -1)
+    if bias is not None:
+        both += bias.at[expert].get(mode="clip")[:, None].astype(jnp.float32)
+    hidden = _compute_expert_activations(
+        both[..., 0, :], both[..., 1, :], shares.reshape(-1)[at, None], x.dtype, limit
+    )
+    out = multiply(hidden, of, *down).sum(axis=0).reshape(-1, x.shape[-1])
+    # A gather of each token's rows: a scatter's sums would depend on the order of additions.
+    place = jnp.arange(at.size, dtype=jnp.int32).reshape(at.shape)
+    places = jnp.zeros(ids.size, jnp.int32)
+    places = places.at[jnp.where(mine, at, ids.size)].set(place, mode="drop")
+    return out[places].reshape(tokens, chosen, -1).sum(axis=1)
+
+
+class _ExpertBlocks(NamedTuple):
+    """Elements of `Chosen`, flat, sorted by expert, in blocks of `size` elements of one expert.
+
+    Attributes:
+        order: `i32[T * k]` the elements in order.
+        ends: `i32[X]` ends of the experts' elements in `order`.
+        taken: `i32[X]` numbers of the experts' elements.
+        after: `i32[X]` ends of the experts' blocks.
+        size: maximum elements per block.
+    """
+
+    order: Int[Array, " n"]
+    ends: Int[Array, " X"]
+    taken: Int[Array, " X"]
+    after: Int[Array, " X"]
+    size: int
+
+    def locate(self, index: Int[Array, ""]) -> tuple[Array, Array, Array]:
+        """Return block `index`'s expert, its elements `[size]`, and which of these are its own, not another's."""
+        expert = (self.after <= index).sum(dtype=jnp.int32)
+        end, taken = self.ends[expert], self.taken[expert]
+        before = self.after[expert] - (taken + self.size - 1) // self.size
+        at = end - taken + (index - before) * self.size + jnp.arange(self.size, dtype=jnp.int32)
+        return expert, self.order[jnp.minimum(at, self.order.size - 1)], at < end
+
+
+def _sort_into_blocks(ids: Chosen, count: int, size: int) -> _ExpertBlocks:
+    """Sort the tokens' selected experts, of `count` ones, stably into blocks of `size`."""
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    taken = jnp.zeros(count, jnp.int32).at[ids.reshape(-1)].add(1)
+    after = jnp.cumsum((taken + size - 1) // size)
+    return _ExpertBlocks(order, jnp.cumsum(taken), taken, after, size)
 
 
 def sum_expert_biases(ids: Chosen, shares: Shares, bias: Float[Array, "X E"]) -> Tokens:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
@@ -26,15 +27,26 @@ class StoredWeight(NamedTuple):
     leasts: Float[Array, "*out g"] | None = None
 
     @property
-    def supports_quantised_kernel(self) -> bool:
-        """True if the weight is codes that `multiply_codes` supports: rows of 16 n bytes, in all below 2**31 bytes."""
-        coded = self.scale is not None or self.scales is not None
-        return coded and self.codes.shape[-1] % GROUP_BYTES == 0 and self.codes.size < 2**31
+    def is_quantised(self) -> bool:
+        """True if the weight is 8-bit or 4-bit codes, False for floats."""
+        return self.scale is not None or self.scales is not None
+
+    @property
+    def supports_kernels(self) -> bool:
+        """True if a GPU's kernels can multiply by the weight: rows of 16 n elements as stored, in all below 2**31."""
+        return self.codes.shape[-1] % GROUP_BYTES == 0 and self.codes.size < 2**31
 
     @property
     def output_shape(self) -> tuple[int, ...]:
         """Sizes of the weight's output axes, `*out`."""
         return self.codes.shape[:-1]
+
+    def flatten_outputs(self, first: int = 0) -> "StoredWeight":
+        """Return the weight with its output axes from the `first` on as one."""
+        end = len(self.output_shape)
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(*leaf.shape[:first], -1, *leaf.shape[end:]), self
+        )
 
     def get_weight_matrix(self, dtype: jnp.dtype) -> Float[Array, "*out E"]:
         """Return the matrix to multiply by: floats as stored; as `dtype`, 8-bit codes unscaled, 4-bit dequantised."""
