@@ -102,7 +102,8 @@ class MixtureMLP(nnx.Module):
             functools.partial(way, limit=self.experts.limit) for way in ways
         )
         if ids.size > self.experts.count:
-            few = choose_block_rows(*ids.shape, self.experts.count) <= _KERNEL_ROWS
+            tokens, chosen = ids.shape
+            few = choose_block_rows(tokens, chosen, self.experts.count) <= _KERNEL_ROWS
             supported = x.dtype.itemsize == 2 and all(map(supports_kernels_on_device, given[3:5]))
             if not (few and supported):
                 return by_blocks(*given)
