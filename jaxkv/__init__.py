@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxkv.serving import Engine
     from jaxkv.sharding.resharding import reshard
     from jaxkv.text.chat import Chat
+    from jaxkv.text.grammar import Grammar
     from jaxkv.transform.compressing import compress, compress_layers
     from jaxkv.transform.state import CompressedKV
 
@@ -53,6 +54,7 @@ _HOMES = {
     "jaxkv.serving": "Engine",
     "jaxkv.sharding.resharding": "reshard",
     "jaxkv.text.chat": "Chat",
+    "jaxkv.text.grammar": "Grammar",
     "jaxkv.transform.compressing": "compress compress_layers",
     "jaxkv.transform.state": "CompressedKV",
 }

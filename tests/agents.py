@@ -113,7 +113,8 @@ def tokenizer(kind: str) -> ChatTokenizer:
     letters = ["\n", *map(chr, range(32, 127))]
     vocab = {token: index for index, token in enumerate([*SPECIALS, *letters])}
     inner = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-    inner.decoder = decoders.Fuse()
+    # llguidance takes byte-level tokenizers and those that fall back on bytes.
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     inner.add_special_tokens(SPECIALS)
     specials = {"bos_token": "<s>", "eos_token": ENDS[kind]}
     template, ends = TEMPLATES.get(kind, kind), ("<|call|>",)

@@ -3,12 +3,12 @@
 import dataclasses
 
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxkv.cache.slot_copies import copy_from_slots, copy_into_slots
 from jaxkv.engine.sampling import GREEDY
 from jaxkv.engine.sampling_extras import SamplingExtras, create_extras
-from jaxkv.sharding.mesh import ShardingMesh
+from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -48,6 +48,12 @@ class SlotExtras:
         if slot not in self.needed:
             return None
         return copy_from_slots(self.arrays, where, axes=self.axes)
+
+    def set_token_masks(self, masks: UInt32[np.ndarray, "B w"]) -> None:
+        """Set which tokens each slot may sample next, 32 per word; only while a slot needs extras."""
+        assert self.arrays is not None
+        allowed = place_host_array(masks, "B", self.axes)
+        self.arrays = dataclasses.replace(self.arrays, allowed=allowed)
 
     def drop_if_unneeded(self, done: Bool[np.ndarray, " B"]) -> None:
         """Free the arrays if all slots that need them are in the mask `done`."""

@@ -65,6 +65,7 @@ class Slots:
         count: number of slots.
         size: maximum number of tokens per call of the compiled loop.
         shape: maximum numbers of entries and tokens per slot.
+        extras: penalties, biases and token masks of all slots, while a slot needs some.
         needed: bytes of the entries of all slots.
         done: mask `bool[B]` of slots that sample nothing: empty, released, or finished.
         uncompiled: padded lengths that `compile_padded_length` has not compiled yet, as pairs (is a question, length).
@@ -175,7 +176,7 @@ class Slots:
         self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(2))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Any = ()
-        self._extras = SlotExtras(
+        self.extras = SlotExtras(
             count=count, groups=self._groups, vocab=config.vocab, axes=self._axes
         )
         self.logprobs, self.extras_compiled = None, False
@@ -327,6 +328,7 @@ class Slots:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
         prompt: Sequence[int] = (),
+        extras: bool = False,
     ) -> PausedSequence:
         """Return a `PausedSequence` to sample tokens on top of a cache after `insert_sequence`; the cache is unchanged.
 
@@ -339,6 +341,7 @@ class Slots:
             eos: ids that end the sequence.
             key: random key or seed in place of the session's.
             prompt: known token ids before the answer, for `repetition_penalty`.
+            extras: True for a sequence with token masks (`extras.set_token_masks`).
 
         Returns:
             The paused sequence.
@@ -359,11 +362,11 @@ class Slots:
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
         arrays, batch = create_sequences(cache, new, sampling, table, key), len(cache.seen)
-        extras = create_extras(
-            sampling, [prompt] * batch, batch=batch, vocab=vocab, axes=self._axes
+        created = create_extras(
+            sampling, [prompt] * batch, batch=batch, vocab=vocab, axes=self._axes, always=extras
         )
         told = self._count_entries_and_places(cache)
-        return PausedSequence(arrays=arrays, key=key, done=False, extras=extras, **told)
+        return PausedSequence(arrays=arrays, key=key, done=False, extras=created, **told)
 
     @settled
     def peek_first_token(self, sequence: PausedSequence) -> int:
@@ -383,7 +386,7 @@ class Slots:
         """Copy a `PausedSequence` into a slot of the running batch, in place; other slots are unchanged."""
         where = self._place_slot_values(self._locate_slot_in_groups(slot))
         self._all = copy_into_slots(self._all, sequence.arrays, where, axes=self._axes)
-        self._extras.insert(sequence.extras, slot, where)
+        self.extras.insert(sequence.extras, slot, where)
         self.done[slot] = sequence.done
         group = self._find_mesh_group(slot)
         self._beyond[slot], self._left[slot] = sequence.beyond[group], sequence.left[group]
@@ -401,7 +404,7 @@ class Slots:
             beyond=over,
             left=left,
             done=bool(self.done[slot]),
-            extras=self._extras.copy(slot, where),
+            extras=self.extras.copy(slot, where),
         )
 
     @settled
@@ -459,12 +462,12 @@ class Slots:
             for slot in np.flatnonzero(~self.done & (self._left == 0)).tolist():
                 self._evict_outside_windows(slot)
             steps = min(steps, int(self._left[~self.done].min(initial=steps)))
-        self._extras.drop_if_unneeded(self.done)
+        self.extras.drop_if_unneeded(self.done)
         before, now, flat = self.done, self._all, self.session.params.flat_decoder
         cache, sampling_state, out, ran, logprobs = token_loop.decode(
             flat,
             now.cache,
-            dataclasses.replace(now.sampling_state, extras=self._extras.arrays),
+            dataclasses.replace(now.sampling_state, extras=self.extras.arrays),
             steps,
             spec=self._spec,
             sampling=now.sampling,
@@ -476,7 +479,7 @@ class Slots:
             np.array(copy_to_host(sampling_state.done)),
         )
         logprobs = jax.tree.map(lambda each: copy_to_host(each)[:, : tokens.shape[1]], logprobs)
-        self._extras.arrays = sampling_state.extras
+        self.extras.arrays = sampling_state.extras
         sampling_state = dataclasses.replace(sampling_state, extras=None)
         self._all = dataclasses.replace(now, cache=cache, sampling_state=sampling_state)
         # The token that ends a sequence adds no entry.
@@ -487,7 +490,7 @@ class Slots:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays of all slots (cache, sampling state, sampler, extras), over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self._extras.arrays)))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self._all, self.extras.arrays)))
 
     @settled
     def compile_programs(
@@ -522,7 +525,7 @@ class Slots:
         """Compile the decode loop with extras, and their copies; other threads may use the slots meanwhile."""
         where = self._place_slot_values(self._locate_slot_in_groups(0))
         now, flat = self._all, self.session.params.flat_decoder
-        spare = dataclasses.replace(self._extras, arrays=None)
+        spare = dataclasses.replace(self.extras, arrays=None)
         spare.insert(spare.create_neutral(self._groups), 0, where)
         spare.copy(0, where)
         state = dataclasses.replace(now.sampling_state, extras=spare.arrays)

@@ -39,6 +39,7 @@ from jaxkv.serving.compiling import (
     compile_remaining_lengths,
     compile_slot_extras,
 )
+from jaxkv.serving.constraints import GrammarCompiler
 from jaxkv.serving.document_store import Document, DocumentCacheStore
 from jaxkv.serving.given import apply_request_budget, compute_deadline, resolve_random_key
 from jaxkv.serving.mapping import answer_prompts, make_waiting_submit
@@ -59,6 +60,7 @@ from jaxkv.serving.slot_memory import (
 )
 from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import PrefillWork, RequestWork
+from jaxkv.text.grammar import Grammar
 from jaxkv.text.prompts import Prompt, encode_prompts
 
 # Default maximum tokens of an answer.
@@ -153,6 +155,7 @@ class Engine:
         self.session = Session(
             params, policy, implementation=arguments.validate_implementation(implementation)
         )
+        self._grammars = GrammarCompiler(params)
         limits = resolve_token_limits(
             params.config,
             prompt=max_prompt_tokens,
@@ -229,6 +232,7 @@ class Engine:
         offline: bool = False,
         document: Document | None = None,
         owner: str = "",
+        grammar: Grammar | None = None,
     ) -> Request:
         """Queue a prompt, or a question on a document, once per given key; return the first `Request` without waiting.
 
@@ -246,13 +250,16 @@ class Engine:
             offline: True if nobody reads the text early: prefills of other requests go first, for higher throughput.
             document: from this engine's `document`; the question does not change it.
             owner: name of who asks; only requests of the same name reuse each other's conversations.
+            grammar: texts that the answer may be, by llguidance (extra `serve`). Meanwhile all slots sample one token
+                at a time.
 
         Returns:
             The request: iterate over its text, or wait for its `result()`.
 
         Raises:
             QueueFull: if the queue is full.
-            ValueError: for an empty or over-long prompt, too many tokens, or a document of another engine.
+            ValueError: for an empty or over-long prompt, too many tokens, a document of another engine, or an invalid
+                grammar.
             TypeError: for an argument of the wrong type, with the type to use.
             RuntimeError: if the engine has failed, or, an `EngineClosed`, is closed.
         """
@@ -299,6 +306,7 @@ class Engine:
             "submit takes one prompt: call map for several",
         )
         self._require_prompt_fits(int(encoded.prompt_lengths[0]), document)
+        matcher = None if grammar is None else self._grammars.compile(grammar)
         answer = functools.partial(
             RequestWork,
             encoded=encoded,
@@ -312,9 +320,12 @@ class Engine:
             owner=owner,
             document=document,
             text=params.text,
-            needs_extras=needs_extras(sampling),
+            needs_extras=needs_extras(sampling) or grammar is not None,
         )
-        works = [answer(key=each, further=at > 0) for at, each in enumerate(keys)]
+        works = [
+            answer(key=each, further=at > 0, matcher=matcher and matcher.deep_copy())
+            for at, each in enumerate(keys)
+        ]
         works[0].request.others = tuple(work.request for work in works[1:])
         self._enqueue_work(works)
         return works[0].request

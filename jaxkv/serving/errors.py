@@ -27,6 +27,7 @@ _FIELDS = {
     "max_new_tokens": "max_tokens",
     "key": "seed",
     "sampling": "top_p",
+    "grammar": "response_format",
     "template_arguments": "chat_template_kwargs",
 }
 

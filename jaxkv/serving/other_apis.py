@@ -15,6 +15,7 @@ from jaxkv.serving.schemas import (
     Count,
     Message,
     Messages,
+    OutputForm,
     Part,
     Stop,
     Tool,
@@ -62,6 +63,7 @@ class ResponsesBody(TranslatedBody):
     ] = Field(validation_alias="input")
     system: str | None = Field(None, validation_alias="instructions")
     max_completion_tokens: Count | None = Field(None, validation_alias="max_output_tokens")
+    response_format: OutputForm | None = Field(None, validation_alias="text")
 
 
 class MessagesBody(TranslatedBody):

@@ -13,6 +13,7 @@ from jaxkv.cache import KVCache
 from jaxkv.engine.lengths import LOOK, round_up_to_question
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.slots import Slots
+from jaxkv.serving.constraints import compute_token_masks
 from jaxkv.serving.document_store import DocumentCacheStore
 from jaxkv.serving.prefix_cache import MatchedPrefix, PrefixCache, PrefixOwner
 from jaxkv.serving.requests import mark_future_running
@@ -269,6 +270,7 @@ class Scheduler:
                 eos=work.eos,
                 key=work.key,
                 prompt=work.encoded.ids[0],
+                extras=work.needs_extras,
             )
         except _REFUSALS as error:
             work.fail_with_error(error)
@@ -288,6 +290,7 @@ class Scheduler:
     def _decode_running_slots(self, steps: int) -> None:
         """Sample up to `steps` tokens in every running slot; deliver complete answers and free their slots."""
         begun = time.monotonic()
+        steps = 1 if self._constrain_next_tokens() else steps
         tokens = self.slots.decode(
             steps, until="any" if self._ready or self._reading or self.waiting else "all"
         )
@@ -302,7 +305,7 @@ class Scheduler:
                 pause = work.add_sampled_tokens(sampled, now, self.slots.logprobs, slot)
                 self.longest_pause = max(self.longest_pause, pause)
                 self.tokens += len(sampled)
-            if self.slots.done[slot] or work.has_stop_string:
+            if self.slots.done[slot] or work.ends_by_text:
                 left.append(slot)
         if left:
             self.slots.release_slots(left)
@@ -313,6 +316,20 @@ class Scheduler:
         for slot, work in ended:
             with contextlib.suppress(*_MEMORY_ERRORS):
                 self._store_conversation(slot, work)
+
+    def _constrain_next_tokens(self) -> bool:
+        """Mask tokens of slots under a grammar, end answers that cannot go on; return whether there are such slots."""
+        matchers = {
+            slot: work.matcher for slot, work in self._running.items() if work.matcher is not None
+        }
+        if matchers:
+            extras = self.slots.extras
+            masks, errors = compute_token_masks(matchers, extras.count, extras.vocab)
+            extras.set_token_masks(masks)
+            self.slots.release_slots(errors)
+            for slot, error in errors.items():
+                self._running.pop(slot).fail_with_error(error)
+        return bool(matchers)
 
     def _deliver_answer(self, work: RequestWork) -> None:
         """Count a request as answered and deliver its answer; an error in doing so fails this request alone."""

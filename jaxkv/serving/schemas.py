@@ -5,12 +5,15 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, model_validator
 
 from jaxkv._errors import require
 from jaxkv.engine.sampling import MOST_LOGPROBS, Sampling
+from jaxkv.text.answer_parsing import AnswerFormat
 from jaxkv.text.chat import Chat
+from jaxkv.text.grammar import Grammar, build_answer_grammar
 from jaxkv.text.prompts import Prompt
+from jaxkv.text.tokenizer import ChatTokenizer
 
 TEXTS, CHATS, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 # Neutral values of fields of OpenAI and vLLM that are not supported; null is always neutral.
@@ -120,6 +123,24 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+def _read_response_format(form: dict[str, Any]) -> Grammar | None:
+    """Return the grammar of OpenAI's form of an answer, also within the `text` of a response; None for any text."""
+    match form:
+        case {"format": dict() as inner} | {"type": "json_schema", "json_schema": dict() as inner}:
+            return _read_response_format(inner)
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return Grammar.from_json_schema({"type": "object"})
+        case {"schema": dict() as schema}:
+            return Grammar.from_json_schema(schema)
+    raise ValueError("use the type text, json_object, or json_schema with a schema")
+
+
+OutputForm = Annotated[dict[str, Any], AfterValidator(_read_response_format)]
+_GRAMMARS = "response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice"
+
+
 class CompletionBody(Body):
     """Base of the bodies of POST /v1/completions and /v1/chat/completions: their shared fields."""
 
@@ -143,11 +164,35 @@ class CompletionBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
+    response_format: OutputForm | None = None
+    guided_json: (
+        Annotated[dict[str, Any] | Json[dict[str, Any]], AfterValidator(Grammar.from_json_schema)]
+        | None
+    ) = None
+    guided_regex: Annotated[str, AfterValidator(Grammar.from_regex)] | None = None
+    guided_grammar: Annotated[str, AfterValidator(lambda it: Grammar(rules=it))] | None = None
+    guided_choice: Annotated[list[str], AfterValidator(Grammar.from_choices)] | None = None
     # These identify the client and do not affect the answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flatten_structured_outputs(cls, body: Any) -> Any:
+        """Return a body's dict with the fields of vLLM's `structured_outputs` under their earlier names."""
+        match body:
+            case {"structured_outputs": dict() as given, **rest}:
+                return {**rest, **{f"guided_{name}": value for name, value in given.items()}}
+        return body
+
+    @property
+    def content_grammar(self) -> Grammar | None:
+        """Grammar of the answer's content; None if it may be any text; ValueError for several."""
+        given = [*filter(None, map(vars(self).get, _GRAMMARS))]
+        require(len(given) < 2, "response_format", f"{len(given)} constraints", "give only one")
+        return given[0] if given else None
 
     def make_sampling(self, logprobs: int | None) -> Sampling:
         """Return a request body's settings of sampling as a `Sampling`, without seed."""
@@ -214,8 +259,6 @@ class ChatBody(CompletionBody):
     @property
     def chat(self) -> Chat:
         """Prompt of a chat body: its messages, tools, and arguments of the chat template; ValueError for unfit ones."""
-        remedy = "not supported, since required calls need a grammar: use auto or none"
-        require(self.tool_choice in ("auto", "none"), "tool_choice", self.tool_choice, remedy)
         effort, tools = self.reasoning_effort, [] if self.tool_choice == "none" else self.tools
         thinks = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
         return Chat(
@@ -230,6 +273,23 @@ class ChatBody(CompletionBody):
         fine = self.logprobs or not self.top_logprobs
         require(fine, "top_logprobs", self.top_logprobs, "set logprobs=true, or leave it out")
         return self.make_sampling(self.top_logprobs if self.logprobs else None)
+
+    def build_grammar(self, format: AnswerFormat, text: ChatTokenizer) -> Grammar | None:
+        """Build the grammar of an answer in a model's format; None if it may be any text.
+
+        Raises ValueError if the answer must call a tool, but cannot.
+        """
+        choice, content, chat = self.tool_choice, self.content_grammar, self.chat
+        free = choice in ("auto", "none")
+        if free and content is None:
+            return None
+        tools = []
+        for tool in chat.tools if "call" in format.markers else ():
+            named = {"type": "function", "function": {"name": tool["function"]["name"]}}
+            tools += [tool] * (choice in ("auto", "required", named))
+        remedy = "no such call: use auto, none, required or a tool's name, for a model with calls"
+        require(free or bool(tools), "tool_choice", choice, remedy)
+        return build_answer_grammar(format, text, content=content if free else None, tools=tools)
 
     @property
     def prompts(self) -> list[Prompt]:

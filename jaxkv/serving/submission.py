@@ -42,7 +42,7 @@ def submit_body_requests(
     answer i of several with `jax.random.fold_in(key, i)`. `owner` names the client.
     """
     chat, prompts, count = isinstance(body, ChatBody), body.prompts, body.n * len(body.prompts)
-    format = PLAIN
+    format, grammar = PLAIN, body.content_grammar
     if count > limits.answers:
         most = f"request {limits.answers} at most per body"
         said = f"n={body.n}: {count} answers are too many: {most}"
@@ -55,6 +55,7 @@ def submit_body_requests(
             reasoning_parser=limits.reasoning_parser,
         )
         format = dataclasses.replace(format, parallel=body.parallel_tool_calls)
+        grammar = body.build_grammar(format, engine.session.params.tokenizer)
         prompts = [dataclasses.replace(body.chat, kept_special_tokens=format.special_tokens)]
     options: dict[str, Any] = {
         "max_new_tokens": min(body.max_answer_tokens or engine.limits.new, engine.limits.new),
@@ -67,6 +68,7 @@ def submit_body_requests(
         "document": document,
         "offline": offline,
         "owner": owner,
+        "grammar": grammar,
     }
     if body.seed is not None:
         seed = body.seed

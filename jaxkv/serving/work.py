@@ -37,7 +37,7 @@ class PrefillWork:
         document: the document of a question; None for a prompt.
         owner: name of the server's client that posts a document, or whose conversations a request shares; empty for
             none.
-        needs_extras: True if it runs the decode loop with penalties, biases or log-probabilities.
+        needs_extras: True if it runs the decode loop with penalties, biases, log-probabilities or a grammar.
         future: future of the result, here the compressed `Document`.
         submitted: time of submission.
         begun: start time of its prefill.
@@ -97,14 +97,16 @@ class RequestWork(PrefillWork):
         eos: token ids that end the answer.
         offline: True if nobody waits for single tokens, so that prefills of others may go first.
         text: tokenizer of the model.
+        matcher: `LLMatcher` of its grammar; None without one.
         further: True for a further answer to the prompt of another request.
         request: the user's handle.
         ready: the compressed sequence while it waits for a slot, else None.
         told: True if its first token was sampled, and its text passed to readers, before it had a slot.
         prefix: stored cache that the prompt begins with, once its prefill has started; None if it is read whole.
         sampled: ids that its slot has sampled, those after a stop string included.
+        complete: True once nothing can follow by its grammar.
         kept: entries per kv head and layer after prefill, on average.
-        first: time of its first sampled token; None before.
+        first: time of its first sampled token; 0 before.
         last: time of its last sampled token.
         answers: sampled ids and text so far.
     """
@@ -115,14 +117,16 @@ class RequestWork(PrefillWork):
     eos: tuple[int, ...]
     offline: bool
     text: ChatTokenizer | None
+    matcher: Any = None
     further: bool = False
     request: Request = dataclasses.field(default_factory=Request)
     ready: PausedSequence | None = None
     told: bool = False
     prefix: MatchedPrefix | None = None
     sampled: list[int] = dataclasses.field(default_factory=list)
+    complete: bool = False
     kept: float = 0.0
-    first: float | None = None
+    first: float = 0.0
     last: float = 0.0
 
     def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
@@ -148,27 +152,32 @@ class RequestWork(PrefillWork):
 
         `logprobs` are `SampledLogprobs`, theirs in the row `row`, or None.
         """
-        pause = 0.0 if self.first is None else now - self.last
-        self.first, self.last = now if self.first is None else self.first, now
+        pause = now - self.last if self.first else 0.0
+        self.first, self.last = self.first or now, now
         self.sampled += tokens
+        if self.matcher is not None:
+            self.complete = self.matcher.consume_tokens(tokens) and self.matcher.is_stopped()
         mine = jax.tree.map(lambda each: each[[row]], logprobs)
         self.answers.append_token_ids(np.asarray([tokens], np.int32), mine)
         self.request.append_text(self.answers.take_new_text()[0])
         return pause
 
     @property
-    def has_stop_string(self) -> bool:
-        """True if the request's answer so far contains a stop string, which ends it."""
-        return bool(self.answers.stopped_sequences[0])
+    def ends_by_text(self) -> bool:
+        """True if the request's answer so far contains a stop string, or is a complete text of its grammar."""
+        return self.complete or bool(self.answers.stopped_sequences[0])
 
     def is_complete_after(self, token: int) -> bool:
         """True if the answer, with last id `token`, is complete: by an end id, a stop string, or the token limit."""
-        return self.has_stop_string or token in self.eos or len(self.answers.tokens[0]) >= self.new
+        return self.ends_by_text or token in self.eos or len(self.answers.tokens[0]) >= self.new
 
     def complete_request(self) -> None:
         """Pass the rest of the text to readers, and complete the request with its `Completion` and `RequestStats`."""
         self.request.append_text(self.answers.flush_text()[0])
-        first = self.submitted if self.first is None else self.first
+        first = self.first or self.submitted
+        (completion,) = self.answers.build_completions(self.eos)
+        if self.ends_by_text:
+            completion = dataclasses.replace(completion, finish_reason="stop")
         stats = RequestStats(
             prompt_tokens=len(self.encoded.ids[0]),
             cached_tokens=0 if self.prefix is None else self.prefix.tokens,
@@ -179,4 +188,4 @@ class RequestWork(PrefillWork):
             first_token_seconds=first - self.submitted,
             seconds=time.monotonic() - self.submitted,
         )
-        self.request.set_completion(self.answers.build_completions(self.eos)[0], stats)
+        self.request.set_completion(completion, stats)

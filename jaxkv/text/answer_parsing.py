@@ -38,6 +38,7 @@ class AnswerFormat:
         id_length: number of characters of a call's id.
         parallel: False to leave out all calls but the first.
         reasons: True if the prompt ends with the marker that begins reasoning.
+        rules: rules of Lark for a content, a call and reasoning.
     """
 
     markers: Mapping[str, Mapping[str, str]]
@@ -45,6 +46,7 @@ class AnswerFormat:
     id_length: int = 0
     parallel: bool = True
     reasons: bool = False
+    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -90,6 +92,7 @@ def choose_answer_format(
         initial=table["initial"],
         id_length=table["id_length"],
         reasons=prompt.rstrip().endswith(begin),
+        rules=table["rules"],
     )
 
 

@@ -47,6 +47,7 @@ class ChatTokenizer:
 
     Attributes:
         bos_id: id of the beginning-of-sequence token, or None.
+        special_tokens: special tokens, `tokenizers.AddedToken` by id.
         template: Jinja source of the chat template, or None.
         has_template: True if the checkpoint has a chat template.
     """
@@ -85,6 +86,7 @@ class ChatTokenizer:
             tokenizer, {*self._ends, *map(tokenizer.token_to_id, self._specials.values())}
         )
         self._controls = SpecialTokenShield(tokenizer)
+        self.special_tokens = self._controls.special
 
     @functools.cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -244,7 +246,7 @@ class ChatTokenizer:
     ) -> str:
         """Return the text of token ids, by default without special tokens, except those in `kept`."""
         if kept:
-            special, skip_special = self._controls.special, False
+            special, skip_special = self.special_tokens, False
             ids = [each for each in ids if each not in special or special[each].content in kept]
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
