@@ -1,6 +1,6 @@
 # make demo         a real document, a real model, full and compressed caches side by side
 # make test         ruff, mypy, pytest; test-lowest: by the oldest packages; test-foreign: KerasHub's models
-# make test-page    the server's page in Chromium; test-ray: a cluster of this machine
+# make test-page    the server's page in Chromium; test-ray: a cluster of this machine; test-clients: others' clients
 # make format       let ruff rewrite the files, and the lists of policies; lint: ruff and mypy alone
 # make notebooks    run the notebooks and store their outputs, which tests compare with what runs
 # make docs         the pages, into docs/_build/html
@@ -20,11 +20,13 @@ PYTEST := -m pytest -q -n auto --dist loadfile
 sum = $(shell echo "$(1)" | cat - $(2) | cksum | cut -d ' ' -f 1)
 STAMP := .venv/.made-$(call sum,,requirements.lock pyproject.toml)
 # Environments on top of .venv, which they see: what each has besides, as pip's arguments.
-ON_TOP := aot aot-tpu docs foreign page ray
+ON_TOP := aot aot-tpu clients docs foreign page ray
 # It needs neither a GPU nor a driver to compile.
 aot := --no-deps jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 nvidia-cuda-nvcc==13.0.88
 # libtpu, which compiles for TPUs that are not there, is 690 MB.
 aot-tpu := jax[tpu]==0.10.2
+clients := litellm==1.110.2 langchain-openai==1.7.4 pydantic-ai-slim[openai]==2.38.0 instructor==1.17.0 llm==0.36 lm_eval[api]==0.4.13
+npm_clients := openai@6.49.0 ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 docs := --no-deps -r docs/requirements.txt
 # KerasHub runs without TensorFlow, which its package asks for: hence no dependencies but these.
 foreign := --no-deps keras==3.15.1 keras-hub==0.32.0 kagglehub==1.0.3 kagglesdk==0.1.28 sentencepiece==0.2.3 \
@@ -39,7 +41,7 @@ LOWEST_STAMP := .venv-lowest/.made-$(call sum,,pyproject.toml)
 LOWEST_TESTS := $(patsubst %,tests/test_%.py,layout packaging checkpoints gguf_metadata gguf_families weights text \
   templates fetching orbax saved_caches golden)
 
-.PHONY: help demo environment environments test test-lowest test-foreign test-page test-ray lint format notebooks \
+.PHONY: help demo environment environments test test-lowest test-foreign test-page test-ray test-clients lint format notebooks \
   peer aot aot-quick aot-tpu aot-tpu-quick gpu docs clean
 
 help:
@@ -59,6 +61,10 @@ test-foreign: $(call stamp_of,foreign)
 # Chromium must be installed: it is no Python package.
 test-page: $(call stamp_of,page)
 	@.venv-page/bin/python -m pytest -q -m "not real" tests/page/test_page.py
+# Other packages warn of their own. npm must be installed.
+test-clients: $(call stamp_of,clients)
+	@npm install --silent --no-save --prefix .venv-clients/npm $(npm_clients)
+	@.venv-clients/bin/python -m pytest -q -m "not real" -W default tests/clients/test_clients.py
 # Ray warns of its own.
 test-ray: $(call stamp_of,ray)
 	@.venv-ray/bin/python -m pytest -q -m "not real" -W default tests/ray_cluster/test_ray.py

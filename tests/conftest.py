@@ -14,8 +14,8 @@ import pytest
 
 annotations.check("jaxkv")
 
-# They need packages that are not in this environment: `make test-foreign`, `make test-page`, `make test-ray`.
-collect_ignore = ["foreign", "page", "ray_cluster"]
+# They need packages that are not in this environment: `make test-foreign`, `-page`, `-ray`, `-clients`.
+collect_ignore = ["foreign", "page", "ray_cluster", "clients"]
 
 # Tests of anything sharded need several devices, and XLA's CPU client three threads for each: with one for each, on a
 # busy machine of two cores, all of them wait in one collective and XLA ends the process.
