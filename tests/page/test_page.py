@@ -87,7 +87,7 @@ def choose(page, *, other="", budget=None, other_budget=None):
     if budget is not None:
         page.get_by_label("Budget", exact=True).fill(str(budget))
     if other_budget is not None:
-        page.get_by_label("Budget of the second").fill(str(other_budget))
+        page.get_by_label("Second budget").fill(str(other_budget))
 
 
 def compress(page, text=lettered.DOC, **choice):
@@ -221,6 +221,16 @@ def test_a_text_file_is_opened(page, tmp_path):
     open_file(page, tmp_path, text.encode())
     expect(page.get_by_label("Text to compress")).to_have_value(text)
     expect(page.locator("#document-count")).to_contain_text("tokens.")
+    moved = page.evaluate_handle(
+        """() => {
+          const moved = new DataTransfer();
+          moved.items.add(new File(["dropped"], "it.txt"));
+          return moved;
+        }"""
+    )
+    page.get_by_label("Text to compress").dispatch_event("drop", {"dataTransfer": moved})
+    expect(page.get_by_label("Text to compress")).to_have_value("dropped")
+    expect(page.get_by_label("Or a text file")).to_have_value("")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +240,7 @@ def test_a_text_file_is_opened(page, tmp_path):
         (b"text\0", "it.md is not a text file: choose plain text in UTF-8."),
         (b" \n", "it.md is empty."),
         (b"a" * 1601, "it.md is too long: 1,601 tokens, at most 1,600."),
-        (b"a" * 5000, "The document is too long to send: the body is longer than 4000 bytes"),
+        (b"a" * 5000, "This is too long to send: the body is longer than 4000 bytes"),
         (b"a" * 20_100_000, "it.md is too large: 20.1 MB, at most 20.0 MB."),
     ],
     ids=["picture", "zeros", "empty", "long", "longer_than_a_body", "large"],
@@ -526,7 +536,7 @@ def test_an_answer_that_breaks_off_is_reported(page, end, said):
         ),
         (
             "a" * 5000,
-            "The document is too long to send: the body is longer than 4000 bytes: send a shorter one.",
+            "This is too long to send: the body is longer than 4000 bytes: send a shorter one.",
         ),
     ],
 )
