@@ -490,6 +490,17 @@ def test_documents_end_when_their_client_goes(engine, app, caplog):
     )
 
 
+def test_a_document_is_removed_if_its_client_goes_as_it_is_done(engine, app, caplog):
+    def done():
+        return bool(engine.documents.get_documents())
+
+    with caplog.at_level(logging.INFO, "jaxkv.serving"):
+        for _ in range(5):
+            asyncio.run(posted(app, DOCUMENTS, {"text": DOC}, until=done))
+            assert not done()
+    assert caplog.text.count(f"POST {DOCUMENTS} 499") == 5
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_end_when_their_client_goes(engine, app, caplog, stream):
     """Its client is there until the first requests have begun; the last of them still waits then."""

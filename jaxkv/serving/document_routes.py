@@ -41,6 +41,9 @@ async def create_document(
     )
     try:
         document = await await_while_connected(request.receive, await_future(future))
+        # It may have left just as the document was done; nobody else knows the id.
+        if await request.is_disconnected():
+            raise ClientDisconnected
     except ClientDisconnected:
         if not future.cancel():
             future.add_done_callback(lambda ended: _remove_abandoned_document(engine, ended))
