@@ -27,7 +27,7 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*_client.*"))
 
 
 def spacious_model() -> LanguageModel:
-    """A model of random weights whose prompts may be as long as what clients write of tools, a character a token; it has no thoughts, whose length is free."""
+    """A model of random weights: long prompts, a character a token, and no thoughts, whose length would be free."""
     small = agents.model("mistral")
     config = dataclasses.replace(small.config, max_positions=8192)
     return LanguageModel(tiny.tiny(config).decoder, text=agents.tokenizer("mistral"), name="tiny")
