@@ -254,10 +254,8 @@ def _require_rolling_entries_fit(
     """Raise ValueError if a policy with rolling positions would hold more entries than the model has positions."""
     limit, parts = config.max_positions, policy.composed
     if cache is None:
-        read, numbers = (
-            int(lengths.max()),
-            compute_entry_counts(parts, lengths, config.sliding_windows),
-        )
+        read = int(lengths.max())
+        numbers = compute_entry_counts(parts, lengths, config.sliding_windows)
         assert numbers.rows is not None
         now, target = int(numbers.rows.max()), int(numbers.most.max())
     else:

@@ -124,10 +124,8 @@ class LanguageModel(nnx.Module):
         )
         text = self.tokenizer
         raw, fresh = cache.turn is ConversationState.RAW, (ConversationState.START,) * cache.batch
-        encoded, held = (
-            encode_prompts(prompt, text, self.config, turn=fresh, raw=raw, close=False),
-            cache.counts(),
-        )
+        encoded = encode_prompts(prompt, text, self.config, turn=fresh, raw=raw, close=False)
+        held = cache.counts()
         passages = []
         for ids, counts in zip(encoded.ids, held, strict=True):
             remedy = f"the cache has seen {len(counts)}: pass the prompt that it was made from"

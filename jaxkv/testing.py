@@ -303,10 +303,8 @@ def _check_batch_independence(case: _PolicyTestCase) -> None:
         ("another sequence in the batch changes what is kept", (first, second[::-1]), 0, 0),
         ("padding, or a longer sequence in the batch, changes what is kept", (second,), 0, 1),
     ):
-        alone, beside = (
-            case.prefill_prompts(prompts).mask_kept_tokens(row, _LONGEST),
-            case.prompt_cache.mask_kept_tokens(sequence, _LONGEST),
-        )
+        alone = case.prefill_prompts(prompts).mask_kept_tokens(row, _LONGEST)
+        beside = case.prompt_cache.mask_kept_tokens(sequence, _LONGEST)
         _assert_property((alone == beside).all(), about, f"sequence {sequence}")
 
 
@@ -340,11 +338,9 @@ def _check_full_budget(case: _PolicyTestCase) -> None:
     roomy = _PolicyFromParts(
         made=case.policy_parts.replace(budget=EntryBudget(max(case.prompt_lengths) + _NEW))
     )
-    full, exact = (
-        case.generate_answers(roomy),
-        case.generate_answers(
-            _PolicyFromParts(made=Parts(read=case.policy_parts.read, store=case.policy_parts.store))
-        ),
+    full = case.generate_answers(roomy)
+    exact = case.generate_answers(
+        _PolicyFromParts(made=Parts(read=case.policy_parts.read, store=case.policy_parts.store))
     )
     same = all((one.tokens == other.tokens).all() for one, other in zip(full, exact, strict=True))
     _assert_property(same, "a budget of the full text changes no token")

@@ -221,10 +221,8 @@ def dequantise_nibbles(
         )
         return (code * scale + least).astype(jnp.float16)
     # A code is the end of a mantissa on top of 1024, or four bits higher on top of 64.
-    shift, (mask, top) = (
-        index // 2 * 8,
-        ((0x000F000F, 0x64006400), (0x00F000F0, 0x54005400))[index % 2],
-    )
+    shift = index // 2 * 8
+    (mask, top) = ((0x000F000F, 0x64006400), (0x00F000F0, 0x54005400))[index % 2]
     ends = "sub.rn.f16x2 {0}, {0}, m; fma.rn.f16x2 {0}, {0}, ${1}, ${2};"
     text = f"{{ .reg .b32 u, a, b, m; mov.b32 m, {top:#010x};"
     if words.dtype == jnp.uint16:

@@ -109,10 +109,8 @@ def _choose_chunk_rows(length, *, programs, block):
     chunks = jnp.maximum(_divide_rounding_up(length[:, None, :], sizes[..., None]), 1).sum(
         axis=-1, dtype=jnp.int32
     )
-    waves, rows = (
-        _divide_rounding_up(chunks, programs).astype(jnp.float32),
-        sizes.astype(jnp.float32),
-    )
+    waves = _divide_rounding_up(chunks, programs).astype(jnp.float32)
+    rows = sizes.astype(jnp.float32)
     # Time in rows: in equal waves, or with chunks assigned to idle programs, plus the overhead of each wave.
     cost = jnp.minimum(waves * rows, even + rows) + waves * (block / 2)
     fits = chunks <= compute_max_chunks(programs, segments)

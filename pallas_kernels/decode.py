@@ -107,10 +107,8 @@ def attend(
         together = count_concurrent_programs(dim=q.shape[3], itemsize=itemsize, interpret=interpret)
         # Each tile of many queries has its own programs.
         each = max(1, together // -(-q.shape[2] // tile))
-        chunks, layer = (
-            build_work_table(start[None], length[None], programs=each, block=tiles.chunk),
-            0,
-        )
+        chunks = build_work_table(start[None], length[None], programs=each, block=tiles.chunk)
+        layer = 0
     logits = None if scores is None else scores.choose_logits_layout(start[None])
     how = DecodeKernelOptions(
         tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap

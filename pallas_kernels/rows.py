@@ -428,9 +428,7 @@ class _NewTokenEntry:
     def write_to_pool(self, refs, row, writes, keys, values):
         """Write the entry to row `row` if `writes`; return float32 key, value (int8: codes), its scale or None."""
         at, writes = (self.sequence, row), self.joins & writes
-        key, (value, of_value) = (
-            keys.write_new_key(at, self.key, writes),
-            values.write_new_value(at, self.values, writes),
-        )
+        key = keys.write_new_key(at, self.key, writes)
+        (value, of_value) = values.write_new_value(at, self.values, writes)
         store(refs.pool_pos.at[at], self.position, mask=writes)
         return key, value, of_value

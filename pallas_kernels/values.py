@@ -164,10 +164,8 @@ class Int4ValueReader(Int8ValueReader):
     """Reader of one sequence's 4-bit values: sums by softmax weights, and writes, in a decode kernel."""
 
     kind = Int4PoolRowAccess
-    add_scales_to_logits, add_scale_to_new_logits = (
-        ValueReader.add_scales_to_logits,
-        ValueReader.add_scale_to_new_logits,
-    )
+    add_scales_to_logits = ValueReader.add_scales_to_logits
+    add_scale_to_new_logits = ValueReader.add_scale_to_new_logits
 
     def accumulate_values(
         self,

@@ -48,10 +48,8 @@ def iterate_full_attention_layers(
     params: LanguageModel, text: EncodedPrompts, **needs: Any
 ) -> Iterator[tuple[int, LayerOut]]:
     """Prefill a text layer by layer; yield (index, `LayerOut` made for `needs`) of layers without sliding window."""
-    whole, tokens = (
-        find_full_attention_layers(params),
-        text.pad_ids(round_up_to_bucket(len(text.ids[0]))),
-    )
+    whole = find_full_attention_layers(params)
+    tokens = text.pad_ids(round_up_to_bucket(len(text.ids[0])))
     given = (
         place_host_array(tokens, "B S", params.axes),
         place_host_array(text.prompt_lengths, "B", params.axes),

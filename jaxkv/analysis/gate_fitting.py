@@ -94,10 +94,8 @@ def _collect_regression_data(
 
     An entry without attention counts as the smallest one with attention in its head.
     """
-    ran, count = (
-        dict(iterate_full_attention_layers(params, prompt, hidden=True)),
-        len(prompt.ids[0]),
-    )
+    ran = dict(iterate_full_attention_layers(params, prompt, hidden=True))
+    count = len(prompt.ids[0])
     asks = encode_second_pass_texts(asked, params.text, params.config)
     padded = PaddedPrompts(prompt.pad_ids(round_up_to_bucket(count)), prompt.prompt_lengths, asks)
     xla = Implementation.XLA

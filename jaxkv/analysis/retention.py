@@ -282,10 +282,8 @@ def eviction_loss(
     """
     following = _checks.validate_int("following", following)
     for policy in map(resolve_policy, policies):
-        parts, remedy = (
-            policy.build_policy_parts(),
-            "not supported: use policies that evict entries and keep the positions of others",
-        )
+        parts = policy.build_policy_parts()
+        remedy = "not supported: use policies that evict entries and keep the positions of others"
         require(parts.merge is None and not parts.rolling, "policies", policy, remedy)
 
     def measure_losses(
@@ -296,10 +294,8 @@ def eviction_loss(
         for at, (index, out) in enumerate(
             iterate_full_attention_layers(params, text, queries=following)
         ):
-            sets, leaves = (
-                place_kept_masks(params, kept[:, at], text),
-                params.flat_decoder.blocks[index],
-            )
+            sets = place_kept_masks(params, kept[:, at], text)
+            leaves = params.flat_decoder.blocks[index]
             given = (leaves, out.q, out.k, out.v, out.q_positions, sets, prompt)
             layers.append(
                 [
@@ -344,10 +340,8 @@ def _measure_output_change(
     def head(
         mine: Array, keys: Array, values: Array, sets: Array, position: Array, behind: Array
     ) -> tuple[Array, Array]:
-        paid, values = (
-            compute_attention_probabilities(mine, keys, position),
-            values.astype(jnp.float32),
-        )
+        paid = compute_attention_probabilities(mine, keys, position)
+        values = values.astype(jnp.float32)
         whole = exact_einsum("gws,sd->gwd", paid, values)
 
         def one(kept: Array) -> tuple[Array, Array]:

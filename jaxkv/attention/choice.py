@@ -109,10 +109,8 @@ def choose_attention_implementations(
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.
     """
-    name, setting = (
-        parse_attention_implementation(name),
-        DeviceTraits(platform, dtype, head_dim, capability),
-    )
+    name = parse_attention_implementation(name)
+    setting = DeviceTraits(platform, dtype, head_dim, capability)
     if name is Implementation.AUTO:
         name = next(
             each for each in _FASTEST if get_attention_backend(each).is_auto_candidate(setting)

@@ -144,10 +144,8 @@ def score_positions_in_pool(
             """Return block `index`, `size` queries long, of an array's axis `axis`."""
             return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
-        queries, positions = (
-            slice_query_block(scaled, 3).reshape(batch, -1, dim),
-            slice_query_block(query.positions, 1),
-        )
+        queries = slice_query_block(scaled, 3).reshape(batch, -1, dim)
+        positions = slice_query_block(query.positions, 1)
         logits = lax.dot_general(
             queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )

@@ -63,10 +63,8 @@ class PallasBackend(AttentionBackend):
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Compute causal attention of all prompts in one kernel; return output and log-sum-exp (None unless `lse`)."""
-        masking, needed = (
-            {"softcap": shaping.softcap, "window": window},
-            shaping.sink_logits is not None,
-        )
+        masking = {"softcap": shaping.softcap, "window": window}
+        needed = shaping.sink_logits is not None
         out, found = self._compute_flash_attention(
             q, k, v, length, first, lse=lse or needed, **masking
         )
@@ -126,10 +124,8 @@ class PallasBackend(AttentionBackend):
         self, q: Array, store: Any, reach: SegmentRanges, *, shaping: LogitShaping = PLAIN
     ) -> tuple[Array, Array]:
         """Compute attention of R queries per kv head over its pool segment; return output, log-sum-exp."""
-        rows, how = (
-            (*reach.decode_rotated_entries(store), reach.start, reach.length),
-            _get_softmax_options(shaping.without_sink_logits),
-        )
+        rows = (*reach.decode_rotated_entries(store), reach.start, reach.length)
+        how = _get_softmax_options(shaping.without_sink_logits)
         return shaping.include_sink_logits(
             *self._pallas_kernels.attend(q, *rows, **how, interpret=self.interpret)
         )

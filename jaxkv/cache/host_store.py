@@ -183,10 +183,8 @@ class HostStoreLoader:
 
     def load_layer_entries(self, layer: int, like: Int[Array, " B"]) -> Float[Array, "B 1 S 2 K D"]:
         """Copy all of a layer's entries to the devices of `like` `[B]`, as `[B, 1, S, 2, K, D]`; count transfers."""
-        axes, rows = (
-            ShardingMesh.get_array_mesh(like),
-            self.host_store.rows[self.host_store.layers.index(layer)],
-        )
+        axes = ShardingMesh.get_array_mesh(like)
+        rows = self.host_store.rows[self.host_store.layers.index(layer)]
         if axes is None:
             sent = self._transfer_entries_to_device(
                 rows, SingleDeviceSharding(next(iter(like.devices())))

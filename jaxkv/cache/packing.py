@@ -166,10 +166,8 @@ def make_empty_pool(
     """Return a pool of P = `rows` (on a mesh, per device) without entries: zeros, positions -1; scores if `scored`."""
     axes = None if is_inside_shard_map() else axes
     cells = (batch, rows if axes is None else rows * axes.count_axis_shards("K"))
-    wide, narrow = (
-        get_array_sharding("B P D", (*cells, dim), axes),
-        get_array_sharding("B P", cells, axes),
-    )
+    wide = get_array_sharding("B P D", (*cells, dim), axes)
+    narrow = get_array_sharding("B P", cells, axes)
     # Two arrays, because both are written in place.
     zeros = [jnp.zeros((*cells, dim), dtype, device=wide) for _ in range(2)]
     return EntryPool(

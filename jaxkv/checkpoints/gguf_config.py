@@ -35,11 +35,9 @@ def convert_metadata_to_config(
     Raises:
         ValueError: for missing numbers, numbers of another kind, or unsupported models, by key.
     """
-    arch, heads, embed = (
-        meta.arch,
-        meta.get_hyperparameter("attention.head_count"),
-        meta.get_hyperparameter("embedding_length"),
-    )
+    arch = meta.arch
+    heads = meta.get_hyperparameter("attention.head_count")
+    embed = meta.get_hyperparameter("embedding_length")
     require(
         heads > 0, f"{arch}.attention.head_count", heads, "not positive: convert the model again"
     )

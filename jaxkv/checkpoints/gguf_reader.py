@@ -13,13 +13,11 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # Limits several times above the largest vocabularies and deepest models.
-_MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = (
-    256 << 20,
-    8 << 20,
-    1 << 16,
-    1 << 20,
-    4,
-)
+_MOST_BYTES = 256 << 20
+_MOST_ITEMS = 8 << 20
+_MOST_KEYS = 1 << 16
+_MOST_TENSORS = 1 << 20
+_MOST_AXES = 4
 
 
 class _CorruptFileError(Exception):

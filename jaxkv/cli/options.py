@@ -242,11 +242,9 @@ def _make_field_option(field: dataclasses.Field, hint: Any, about: str) -> Field
         about = "width of the pooling over neighbours, odd; 1 for none"
     elif isinstance(default, LayerBudgets) and hasattr(default, "beta"):
         part: Any = default
-        flag, word = (
-            "--beta",
-            ArgumentSpec(
-                "X", lambda text: dataclasses.replace(part, beta=parse_finite_float(text))
-            ),
+        flag = "--beta"
+        word = ArgumentSpec(
+            "X", lambda text: dataclasses.replace(part, beta=parse_finite_float(text))
         )
         about = "steepness of the budgets over layers, 1 is flat"
     elif Merger in (hint, *typing.get_args(hint)):

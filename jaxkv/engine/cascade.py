@@ -60,12 +60,10 @@ def compress_under_shared_budget(
 
     Yields 1 after each scored layer, 0 after packing all layers. On a mesh, each device has its own buffer.
     """
-    indices, axes, layers, joint = (
-        source.indices,
-        source.axes,
-        len(source.indices),
-        parts.layers.uses_joint_budget,
-    )
+    indices = source.indices
+    axes = source.axes
+    layers = len(source.indices)
+    joint = parts.layers.uses_joint_budget
     held, layer_weights = None, list[Array | None]()
     known = source.count_entries_to_keep(indices, layer_weights) if joint else None
     for at, index in enumerate(indices):
@@ -91,12 +89,10 @@ def compress_under_shared_budget(
             [joined], known[0][0], known[1][0], heads=parts.heads, axes=axes
         )
     else:
-        mask, tally = (
-            select_entries_per_head(
-                joined, *source.count_entries_to_keep(indices, layer_weights), axes=axes
-            ),
-            EntryOverflowCounts(),
+        mask = select_entries_per_head(
+            joined, *source.count_entries_to_keep(indices, layer_weights), axes=axes
         )
+        tally = EntryOverflowCounts()
     del joined
     kept, cut = count_kept_by_layer(mask, tally.cut, layers=layers, axes=axes)
     size = source.compute_pool_size(indices, kept)

@@ -47,10 +47,8 @@ def prefill_in_chunks(
     reading = spec.reading
     chunks = dataclasses.replace(reading, width=width, offloaded=(), several=True)
     spec = dataclasses.replace(spec, reading=chunks, fused=False)
-    cache, longest = (
-        _make_empty_cache(flat, lengths, policy, needed, reading, chunk=chunk),
-        int(np.max(lengths)),
-    )
+    cache = _make_empty_cache(flat, lengths, policy, needed, reading, chunk=chunk)
+    longest = int(np.max(lengths))
     run, sliding_windows = partial(run_new_tokens, flat, spec=spec), flat.config.sliding_windows
     pools = tuple(pool.row_count // cache.kv_shards for pool in cache.pools)
     tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.padded_len % chunk))), np.asarray(lengths)

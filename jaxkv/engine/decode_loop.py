@@ -110,11 +110,9 @@ class DecodeLoop:
                 f"no headroom for a token after recompression. Report this as a bug of jaxkv ({self._cache.policy})."
             )
         sampled, count, logprobs = self._run_sampling_steps(steps)
-        tokens, ran, vocab = (
-            copy_to_host(sampled)[: self._batch],
-            int(copy_to_host(count)),
-            self._spec.config.vocab,
-        )
+        tokens = copy_to_host(sampled)[: self._batch]
+        ran = int(copy_to_host(count))
+        vocab = self._spec.config.vocab
         inside = bool((tokens < vocab).all())
         require(
             inside, "sampling", self._sampling, f"an id outside of [0, {vocab}): return valid ids"
@@ -135,10 +133,8 @@ class DecodeLoop:
         if rows.any():
             self._taken_back = True
             # Entries after a stop string are the last of their segments: nothing is evicted between two checks.
-            removed, tables = (
-                self._place_sequence_values(rows.astype(np.int32), padding=0),
-                self._cache.tables,
-            )
+            removed = self._place_sequence_values(rows.astype(np.int32), padding=0)
+            tables = self._cache.tables
             length, seen = tables.length - removed[None, :, None], tables.seen - removed
             self._cache = self._cache.replace_arrays(length=length, seen=seen)
 

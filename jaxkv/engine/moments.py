@@ -73,10 +73,8 @@ def sum_attention_in_blocks(
     def of_block(index: Int[Array, ""]) -> Float[Array, "B K G T"]:
         position = needs.first + index * size + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(position, padded_len - 1)
-        normed, by = (
-            block.normalise_for_attention(jnp.take(x, at, axis=1)),
-            table.gather_positions(at[None]),
-        )
+        normed = block.normalise_for_attention(jnp.take(x, at, axis=1))
+        by = table.gather_positions(at[None])
         k = apply_rope(block.compute_keys_values(normed)[0], by, normed.dtype)
         inside = position < (length - needs.last)[:, None]
         return attention.sum_attention_in_block(

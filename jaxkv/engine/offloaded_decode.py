@@ -213,9 +213,9 @@ def run_offloaded_step(
     reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
     assert state is not None
     whole = tokens.shape[1] > 1 or not reading.filters
-    pools, query_buffers = (
-        list(cache.pools),
-        dict[int, QueryBuffer | None](zip(reading.filters, state.query_buffers, strict=False)),
+    pools = list(cache.pools)
+    query_buffers = dict[int, QueryBuffer | None](
+        zip(reading.filters, state.query_buffers, strict=False)
     )
     placement = spec.axes or next(iter(tables.seen.devices()))
     x, chosen = embed_tokens(flat.ends, tokens, graphs=graphs), None
@@ -244,10 +244,8 @@ def run_offloaded_step(
             loaded=loaded,
             chosen=chosen if part.loaded else None,
         )
-        mine, kinds = (
-            tuple(pools[layer] for layer in part.layers),
-            tuple(map(spec.config.get_layer_spec, every)),
-        )
+        mine = tuple(pools[layer] for layer in part.layers)
+        kinds = tuple(map(spec.config.get_layer_spec, every))
         x, mine, kept, choice = run_layer_group(
             mine, inputs, tables, x, count, spec=spec, kinds=kinds
         )

@@ -124,10 +124,8 @@ def plan_prefill(
     lengths, headroom = [to_python_scalar(each) for each in lengths], to_python_scalar(headroom)
     tokens = bool(lengths) and all(is_int_at_least(each, 1) for each in lengths)
     require(tokens, "prompt", lengths, "not positive lengths: give at least one token per prompt")
-    parts, length = (
-        resolve_policy_for_model(policy, config, dtype=dtype).composed,
-        np.asarray(lengths, np.int64),
-    )
+    parts = resolve_policy_for_model(policy, config, dtype=dtype).composed
+    length = np.asarray(lengths, np.int64)
     padded_len = round_up_to_bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
     numbers = compute_entry_counts(parts, length, config.sliding_windows)

@@ -60,10 +60,8 @@ class PrefillBytes:
     @cached_property
     def pool_bytes(self) -> list[int]:
         """List of each pool's bytes on the device: one per layer, or one for a pool that all layers share."""
-        each, sliding_windows = (
-            self.parts.compute_entry_bytes(self.config.head_dim, self.item),
-            self.config.sliding_windows,
-        )
+        each = self.parts.compute_entry_bytes(self.config.head_dim, self.item)
+        sliding_windows = self.config.sliding_windows
         # Sliding-window layers select no entries, so theirs have no scores.
         apart = self.parts.stores_scores and not self.parts.cache_layout.uses_shared_pool
         less = [
@@ -95,16 +93,12 @@ class PrefillBytes:
     @property
     def peak_bytes(self) -> int:
         """Peak bytes on the device, weights excluded: cache plus the larger of prefill's arrays and loaded entries."""
-        config, parts, reading, loaded = (
-            self.config,
-            self.parts,
-            self.selection_config,
-            self.loaded_bytes,
-        )
-        token, layer = (
-            self._uncompressed_layer_bytes // self.padded_len,
-            self._uncompressed_layer_bytes,
-        )
+        config = self.config
+        parts = self.parts
+        reading = self.selection_config
+        loaded = self.loaded_bytes
+        token = self._uncompressed_layer_bytes // self.padded_len
+        layer = self._uncompressed_layer_bytes
         beside = self._compute_activation_bytes() + (layer if self.host_bytes else 0)
         if loaded:
             # Attention transposes the loaded entries of one layer.
@@ -119,12 +113,10 @@ class PrefillBytes:
 
     def _compute_activation_bytes(self) -> int:
         """Return peak bytes beyond the final cache, in the last two layers, a second pass, or the end."""
-        config, parts, rows, layers = (
-            self.config,
-            self.parts,
-            self._uncompressed_layer_bytes,
-            self.config.layers,
-        )
+        config = self.config
+        parts = self.parts
+        rows = self._uncompressed_layer_bytes
+        layers = self.config.layers
         hidden, peaks = self.batch * self.padded_len * config.embed * self.item, list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
@@ -303,11 +295,9 @@ class PrefillBytes:
 
     def _compute_temporary_bytes(self, top: bool) -> int:
         """Return a layer program's temporary bytes: maximum of attention, scoring, MLP; on CPUs q, k, v + scoring."""
-        config, needs, backend = (
-            self.config,
-            self.parts.needs,
-            get_attention_backend(self.implementation),
-        )
+        config = self.config
+        needs = self.parts.needs
+        backend = get_attention_backend(self.implementation)
         if not backend.can.at_once:
             # XLA on a CPU runs prompts one by one in float32: queries of all prompts, keys and values of one, and a
             # copy of the returned arrays. The top layer attends from a single token.

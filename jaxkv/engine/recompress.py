@@ -212,13 +212,11 @@ class _CachedLayerSource(LayerEntrySource):
         """Compute a cache's padded segment length and, per layer, how many entries and recent ones to keep."""
         parts, state = cache.policy.composed, cache.state
         assert state is not None
-        self.flat, self.cache, self.key, self.headroom, self.fixed = (
-            flat,
-            cache,
-            key,
-            headroom,
-            fixed,
-        )
+        self.flat = flat
+        self.cache = cache
+        self.key = key
+        self.headroom = headroom
+        self.fixed = fixed
         self.indices, self.axes = range(len(headroom)), flat.axes
         self.kept_entries, self.recents = recount_entries_to_keep(
             parts, cache.tables, flat.config.sliding_windows, flat.axes
@@ -289,11 +287,9 @@ class _CachedLayerSource(LayerEntrySource):
 
     def _build_cached_layer(self, index: int) -> CachedLayer:
         """Return the `CachedLayer` of layer `index`: its pool, the tables, its query buffer and a random key."""
-        cache, state, sliding_windows = (
-            self.cache,
-            self.cache.state,
-            self.flat.config.sliding_windows,
-        )
+        cache = self.cache
+        state = self.cache.state
+        sliding_windows = self.flat.config.sliding_windows
         query_buffers = () if sliding_windows[index] or state is None else state.query_buffers
         return CachedLayer(
             pool=cache.pools[cache.layout.get_pool_index(index)],
@@ -325,10 +321,8 @@ def recount_entries_to_keep(
     """
     state, seen = tables.state, _copy_to_host_as_int64(tables.seen)
     assert state is not None
-    always_kept, xp = (
-        parts.keep.count_always_kept(seen, _copy_to_host_as_int64(state.prompt)),
-        select_array_module(seen),
-    )
+    always_kept = parts.keep.count_always_kept(seen, _copy_to_host_as_int64(state.prompt))
+    xp = select_array_module(seen)
     by_limits = parts.evicts_while_decoding and parts.heads.get_segment_limits() is None
     # Segments under a threshold may hold fewer entries than their budget, so their limits give no budget.
     if by_limits or (parts.layers.depends_on_scores and parts.score_threshold is None):
@@ -440,11 +434,9 @@ def gather_candidates(
     A sliding-window layer keeps the entries of its window and has no scores. `norms_of` computes norms of values, for
     policies that need them.
     """
-    rows, ongoing, window = (
-        gather_layer_entries(layer, static),
-        static.ongoing,
-        static.spec.sliding_window,
-    )
+    rows = gather_layer_entries(layer, static)
+    ongoing = static.ongoing
+    window = static.spec.sliding_window
     pos, segments = rows.positions, layer.layer_segments
     assert pos is not None
     candidates = Candidates(

@@ -103,10 +103,8 @@ def build_second_pass_chunks(
     batch, padded_len = tokens.shape
     size = min(asked.chunk, padded_len)
     for first in range(0, int(lengths.max()), size):
-        ids, count = (
-            np.zeros((batch, count_second_pass_tokens(asked, texts, padded_len)), np.int32),
-            np.zeros(batch, np.int32),
-        )
+        ids = np.zeros((batch, count_second_pass_tokens(asked, texts, padded_len)), np.int32)
+        count = np.zeros(batch, np.int32)
         for row in np.flatnonzero(lengths > first):
             before = [*texts.first]
             if first:
@@ -183,10 +181,8 @@ def _rerun_block(
     batch, heads, padded_len, dim = keys.shape
     tokens, width = x.shape[1:]
     size, backend = tokens // -(-tokens // MOST), get_attention_backend(implementation)
-    put, near = (
-        lax.dynamic_update_slice,
-        partial(attention.compute_causal_attention, softcap=softcap),
-    )
+    put = lax.dynamic_update_slice
+    near = partial(attention.compute_causal_attention, softcap=softcap)
     by = compute_rope_tables(
         length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim
     )
@@ -222,10 +218,8 @@ def _rerun_block(
         part = lax.dynamic_slice_in_dim(x, at, size, axis=1)
         normed = block.normalise_for_attention(part)
         turn = by.slice_positions(at, size)
-        q, (raw, new) = (
-            block.compute_rotated_queries(normed, turn),
-            block.compute_keys_values(normed),
-        )
+        q = block.compute_rotated_queries(normed, turn)
+        (raw, new) = block.compute_keys_values(normed)
         k, v = put(k, apply_rope(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
         if window is not None:
             given = (q, (k, v), count, (keys.reshape(pool), values.reshape(pool)), reach)

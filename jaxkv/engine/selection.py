@@ -214,12 +214,10 @@ def _choose(
         left = compute_candidate_sort_keys(scores, candidates & ~chosen).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | mask_top_k(left, missing).reshape(chosen.shape)
-    moved, cut, uneven, devices = (
-        None,
-        None,
-        get_competing_budgets(budgets),
-        1 if over is None else over.count_axis_shards("K"),
-    )
+    moved = None
+    cut = None
+    uneven = get_competing_budgets(budgets)
+    devices = 1 if over is None else over.count_axis_shards("K")
     # In recompression heads may hold fewer entries than the budget allows.
     chosen = chosen & candidates if limited else chosen
     if uneven is not None and uneven.capacity < devices:

@@ -97,11 +97,9 @@ class Session:
         self.texts = encode_second_pass_texts(
             self.policy.composed.needs.replay, params.text, params.config
         )
-        self.clocks, self.question_traffic, self.decode_traffic = (
-            StageClocks(),
-            TransferCounter(),
-            TransferCounter(),
-        )
+        self.clocks = StageClocks()
+        self.question_traffic = TransferCounter()
+        self.decode_traffic = TransferCounter()
         given = arguments.validate_random_key(key)
         self._keyed = given is not None
         with self.clocks.prefill:
@@ -120,11 +118,9 @@ class Session:
         Raises:
             MemoryError: if the plan's bytes exceed free memory.
         """
-        parts, config, mesh = (
-            self.policy.composed,
-            self.params.config,
-            self.params.flat_decoder.mesh,
-        )
+        parts = self.policy.composed
+        config = self.params.config
+        mesh = self.params.flat_decoder.mesh
         device = None if mesh is None else mesh.local_devices[0]
         headroom = (
             compute_prefill_headroom(parts, config.sliding_windows, lengths, new) if new else 0
@@ -395,10 +391,8 @@ class Session:
         if not donate:
             with self.clocks.decode:
                 cache = fork_cache(cache, cache.batch, 0, new)
-        decode_loop, parts = (
-            self.start_decode_loop(cache, new=new, sampling=sampling, eos=eos, key=key),
-            [],
-        )
+        decode_loop = self.start_decode_loop(cache, new=new, sampling=sampling, eos=eos, key=key)
+        parts = []
         with self.clocks.decode:
             while steps and not decode_loop.ended_sequences.all():
                 parts.append(decode_loop.sample_tokens(steps))

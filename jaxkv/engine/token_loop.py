@@ -205,12 +205,10 @@ def decode(
             stopped = dataclasses.replace(sampling_state, done=sampling_state.done | True)
             cache, *_ = step(cache, stopped, loader=spare)
             jax.block_until_ready(cache)
-    out, ran, ended, logprobs = (
-        np.full((len(sampling_state.done), size), -1, np.int32),
-        0,
-        copy_to_host(sampling_state.done),
-        list[Any](),
-    )
+    out = np.full((len(sampling_state.done), size), -1, np.int32)
+    ran = 0
+    ended = copy_to_host(sampling_state.done)
+    logprobs = list[Any]()
     while ran < int(steps) and ended.sum() <= idle:
         cache, sampling_state, new = step(cache, sampling_state, loader=loader)
         # Copy to the host only now, while the device runs the step.
@@ -263,10 +261,8 @@ def collect_loop_arguments(
     spec: DecodeSpec,
 ) -> tuple[Any, ...]:
     """Return a tuple of the compiled token loop's non-static arguments, in order; the second, the pools, is donated."""
-    weights, limits = (
-        (flat.ends, spec.collect_block_leaves(flat)),
-        (jnp.int32(steps), jnp.int32(idle)),
-    )
+    weights = (flat.ends, spec.collect_block_leaves(flat))
+    limits = (jnp.int32(steps), jnp.int32(idle))
     return (
         weights,
         cache.pools,

@@ -131,10 +131,8 @@ class BenchmarkTask(QuestionTask):
         self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]
     ) -> TaskSample:
         """Make the `TaskSample` of row `number` of a benchmark part, the middle of a long prompt cut."""
-        part, fields = (
-            load_benchmark_table(self.benchmark)[name],
-            self.extract_template_fields(name, row),
-        )
+        part = load_benchmark_table(self.benchmark)[name]
+        fields = self.extract_template_fields(name, row)
         # Texts of fields may contain braces.
         before, after = (
             re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], text)

@@ -211,10 +211,8 @@ def _read_results(
     )
     head, *lines = path.read_bytes().split(b"\n")[:-1] or [b"{}"]
     try:
-        run, records = (
-            EvaluationSettings(**json.loads(head)),
-            [SampleRecord(**json.loads(line)) for line in lines],
-        )
+        run = EvaluationSettings(**json.loads(head))
+        records = [SampleRecord(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{field}={str(folder)!r}: {RESULTS} was changed ({error}): use another folder"

@@ -188,10 +188,8 @@ def measure_visible_attention(
     )
     policy = resolve_policy_for_model(policy, config, params.filter_layers, dtype=params.dtype)
     parts, whole, steps = policy.build_policy_parts(), [*prompt, *answer], len(answer)
-    padded_len, reading = (
-        round_up_to_bucket(len(whole)),
-        parts.build_read_config(config.sliding_windows, round_up_to_bucket(len(prompt))),
-    )
+    padded_len = round_up_to_bucket(len(whole))
+    reading = parts.build_read_config(config.sliding_windows, round_up_to_bucket(len(prompt)))
     remedy = "not supported: use a policy that evicts entries, or chooses in filter layers, without pages"
     fits = not (reading.page or (reading.filters and parts.compresses_prompts))
     require(fits, "policy", type(policy).__name__, remedy)

@@ -81,11 +81,9 @@ def evaluate(
         TypeError: for an argument of the wrong type.
         OSError: if the folder cannot be written, as on a full disk.
     """
-    params, task, how = (
-        validate_model(params, mesh),
-        resolve_task(task),
-        How() if how is None else how,
-    )
+    params = validate_model(params, mesh)
+    task = resolve_task(task)
+    how = How() if how is None else how
     rows = resolve_policies(params, policies)
     folder = require_evaluation_folder(out)
     require_questions(task, how)

@@ -135,12 +135,10 @@ class Model:
                 f"{path}: {error}: use a complete folder written by `jaxkv export`"
             ) from error
         self.of = hashlib.sha256(raw).hexdigest(), str(folder)
-        made, here, mesh, many = (
-            said["guaranteed"],
-            jax.export.default_export_platform(),
-            said["mesh"],
-            said["devices"],
-        )
+        made = said["guaranteed"]
+        here = jax.export.default_export_platform()
+        mesh = said["mesh"]
+        many = said["devices"]
         fits = jax.__version_info__[:2] >= tuple(made["from"])
         need(
             fits,
@@ -163,10 +161,8 @@ class Model:
         self.lengths = {
             int(slots): dict(tensors(folder, files)) for slots, files in said["lengths"].items()
         }
-        given, names = (
-            dict(weights or tensors(folder, said["weights"], check)),
-            set(said["parameters"]),
-        )
+        given = dict(weights or tensors(folder, said["weights"], check))
+        names = set(said["parameters"])
         need(
             names <= set(given),
             f"weights: {sorted(names - set(given))[:2]} are missing: pass arrays by name",
@@ -190,10 +186,8 @@ class Model:
     def again(
         self, arrays, at
     ):  # recompresses if due; returns arrays, and tokens until the next recompression
-        every, over = (
-            self.said["every"],
-            lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max()),
-        )
+        every = self.said["every"]
+        over = lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max())
         due = ("again", *at) in self.programs and over(arrays) >= (every or 1)
         arrays = self.run("again", at, arrays) if due else arrays
         return arrays, every - over(arrays) if every else 1 << 30
@@ -354,11 +348,9 @@ class Model:
                 and low <= out[name] <= high
             )
             need(fits, f"{name}={value!r}: invalid: use {remedy}")
-        new, seed, eos = (
-            out.pop("max_new_tokens"),
-            out.pop("seed"),
-            np.where(stop, self.said["eos"], -2),
-        )
+        new = out.pop("max_new_tokens")
+        seed = out.pop("seed")
+        eos = np.where(stop, self.said["eos"], -2)
         as_32 = {
             name: np.full(1, min(each, 1e300), {"top_k": np.int32}.get(name, np.float32))
             for name, each in out.items()
@@ -376,10 +368,8 @@ class Model:
         count, lengths = len(ids), np.asarray([*map(len, ids)], np.int32)
         (at, headroom), longest = self.fits(lengths, new, cache), int(lengths.max())
         kind, rows = "question" if cache else "prompt", [*ids, *ids[-1:] * (at[1] - count)]
-        wide, lengths = (
-            self.programs[kind, *at][1]["tokens"][2],
-            np.asarray([*map(len, rows)], np.int32),
-        )
+        wide = self.programs[kind, *at][1]["tokens"][2]
+        lengths = np.asarray([*map(len, rows)], np.int32)
         tokens = np.asarray(
             [[*row, *[0] * (-(-longest // wide) * wide - len(row))] for row in rows], np.int32
         )
@@ -409,10 +399,8 @@ class Model:
         new, seed, kind, given = self.asked(max_new_tokens, seed, **options)
         at, _ = self.fits(np.zeros(cache.count, np.int32), new, cache)
         sampled = np.zeros((cache.count, 0), np.int32)
-        size, given["done"] = (
-            self.programs[kind, *at][2]["sampled"][2],
-            np.arange(at[1]) >= cache.count,
-        )
+        size = self.programs[kind, *at][2]["sampled"][2]
+        given["done"] = np.arange(at[1]) >= cache.count
         out = self.own(cache.arrays, at, seed) | given
         while sampled.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
@@ -426,10 +414,8 @@ class Model:
                 f"{kind}: sampled an id outside of [0, {vocab})",
             )
             tell and tell(sampled)
-        arrays, headroom = (
-            self.again(out, at)[0],
-            cache.headroom - sampled.shape[1] * self.said["grows"],
-        )
+        arrays = self.again(out, at)[0]
+        headroom = cache.headroom - sampled.shape[1] * self.said["grows"]
         return sampled, cache._replace(arrays=arrays, headroom=headroom)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **options):

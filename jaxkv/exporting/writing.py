@@ -128,10 +128,8 @@ def export(
         policy, params.config, params.filter_layers, dtype=params.dtype
     )
     longest = _parse_counts("lengths", lengths)
-    batches, new = (
-        _parse_counts("batch", batch),
-        validate_int("new", new, "sample at least 1 token"),
-    )
+    batches = _parse_counts("batch", batch)
+    new = validate_int("new", new, "sample at least 1 token")
     question = validate_int("question", question, "use a number of tokens, or 0 for none", least=0)
     groups = 1 if params.axes is None else params.axes.count_axis_shards("B")
     odd = [size for size in batches if size % groups]
@@ -281,11 +279,9 @@ def _serialise_bucket(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weights = make_abstract((flat.ends, flat.blocks))
-    key, done, count = (
-        make_shape_struct(jnp.uint32, 2),
-        make_shape_struct(jnp.bool_, batch),
-        make_shape_struct(jnp.int32, batch),
-    )
+    key = make_shape_struct(jnp.uint32, 2)
+    done = make_shape_struct(jnp.bool_, batch)
+    count = make_shape_struct(jnp.int32, batch)
     numbers = make_abstract(
         jax.tree.map(lambda each: each[..., np.zeros(batch, np.int32)], known.numbers)
     )
@@ -346,10 +342,8 @@ def _build_manifest(part: Path, job: _ExportJob, entries: list[dict[str, Any]]) 
     params, names, parts = job.params, job.parameter_names, job.policy.composed
     config, axes = params.config, params.axes
     data = (part / "programs" / entries[0]["file"]).read_bytes()
-    today, unstable = (
-        datetime.date.today(),
-        bool(get_attention_backend(job.implementation).can.custom_calls),
-    )
+    today = datetime.date.today()
+    unstable = bool(get_attention_backend(job.implementation).can.custom_calls)
     stable = re.search(rb"StableHLO_v([\d.]+)", data)
     try:
         policy = encode_as_json(job.policy, None, "policy")

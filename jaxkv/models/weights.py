@@ -124,10 +124,8 @@ def quantise_to_int4(
             own = (span / np.rint(span / step).clip(1, 15)).astype(np.float16)
             theirs, closer = _round_to_steps(grouped, own, leasts)
             better = closer < off
-            codes, scales = (
-                np.where(better[..., None], theirs, codes),
-                np.where(better, own, scales),
-            )
+            codes = np.where(better[..., None], theirs, codes)
+            scales = np.where(better, own, scales)
     packed = codes[..., :GROUP_BYTES] | (codes[..., GROUP_BYTES:] << 4)
     return packed.reshape(*weight.shape[:-1], -1), scales, leasts
 

@@ -212,10 +212,8 @@ def _compute_decode_bytes(setting: Workload, planned: PrefillPlan) -> int:
     if parts.decoding_compression.updates_scores:
         # Attention mass per entry; once more if it is summed over devices that share a kv head.
         found += 4 * sum(pools) * (1 + (setting.mesh.shape["rep"] > 1))
-    reading, loaded = (
-        parts.build_read_config(local.sliding_windows, planned.padded_len),
-        planned.loaded_bytes,
-    )
+    reading = parts.build_read_config(local.sliding_windows, planned.padded_len)
+    loaded = planned.loaded_bytes
     if reading.filters:
         # Logits of every query head of a filter layer, and the scores computed from them.
         found += 4 * pools[reading.filters[0]] * (local.group_size + 1)

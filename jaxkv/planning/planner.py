@@ -173,10 +173,8 @@ def plan_serving(setting: Workload) -> ServingPlan | str:
     except ValueError as error:
         return str(error)
     one = dataclasses.replace(setting, batch=groups)
-    alone, row = (
-        compute_memory_sizes(one),
-        parts.compute_entry_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize),
-    )
+    alone = compute_memory_sizes(one)
+    row = parts.compute_entry_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize)
     each = sum(shape.rows) * row
 
     def fit(count: int) -> bool:

@@ -99,11 +99,9 @@ def estimate_speed(setting: Workload) -> Speed | None:
     gpu = setting.gpu
     if explain_missing_rate(setting) or not isinstance(gpu, Accelerator):
         return None
-    parts, local, item = (
-        setting.policy.composed,
-        setting.local_config,
-        jnp.dtype(setting.dtype).itemsize,
-    )
+    parts = setting.policy.composed
+    local = setting.local_config
+    item = jnp.dtype(setting.dtype).itemsize
     layers, prompts = setting.config.layers, setting.prompts_per_group
     held, wide = (
         compute_weight_bytes(setting.config, setting.dtype, setting.mesh, of)

@@ -219,10 +219,8 @@ class ObservationWindowAttention(WindowScorer):
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return window attention `[B, K, S]`: query mean, then mean or max of heads; pooled only if order is FIRST."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            window_mean, of = (
-                get_attention_backend(seen.implementation).average_window_attention,
-                (seen.queries, seen.k),
-            )
+            window_mean = get_attention_backend(seen.implementation).average_window_attention
+            of = (seen.queries, seen.k)
             return window_mean(*of, seen.q_positions, seen.length, shaping=seen.attention_shaping)
         return self.reduce_attention(seen, average_over_queries)
 

@@ -114,10 +114,8 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
             jnp.int32,
         )[rows.layer]
         total = heads * rows.base[:, None]
-        rest, each = (
-            total % _PARTS * parts,
-            total // _PARTS * parts + total % _PARTS * parts // _PARTS,
-        )
+        rest = total % _PARTS * parts
+        each = total // _PARTS * parts + total % _PARTS * parts // _PARTS
         more = mask_top_k(
             (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - each.sum(axis=-1, dtype=jnp.int32)
         )
@@ -135,7 +133,5 @@ class CurveBudgets(ImportanceBudgets):
     beta: int | float = 1.0
 
     # Curves are of kv heads only.
-    accepts_model_size, require_fits_model = (
-        ModelSpecificValue.accepts_model_size,
-        ModelSpecificValue.require_fits_model,
-    )
+    accepts_model_size = ModelSpecificValue.accepts_model_size
+    require_fits_model = ModelSpecificValue.require_fits_model

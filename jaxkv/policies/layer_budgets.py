@@ -345,11 +345,9 @@ class WeightedLayers(LayerBudgets):
         """
         # A layer's share falls with every further layer. Entries above the length of full layers are spread evenly
         # over the other layers, at most L - 1; at least one layer is full then.
-        xp, total, headroom = (
-            of.array_module,
-            of.layers * of.mean_entries_to_choose,
-            of.length - of.always_kept,
-        )
+        xp = of.array_module
+        total = of.layers * of.mean_entries_to_choose
+        headroom = of.length - of.always_kept
         spread = xp.maximum(total - headroom, 0) / max(of.layers - 1, 1)
         wanted = self._compute_layer_shares(of.weights) * total.astype(xp.float64)
         most = xp.floor(wanted + spread + 1e-6).astype(xp.int64) + 1

@@ -431,10 +431,8 @@ def _restrict_parts(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
     `sliding_windows` are `ModelConfig.sliding_windows`. ValueError if a table names sliding-window layers, or if head
     budgets that differ by layer do not override `restrict_to_full_attention`.
     """
-    layers, heads = (
-        parts.layers.restrict_to_full_attention(sliding_windows),
-        parts.heads.restrict_to_full_attention(sliding_windows),
-    )
+    layers = parts.layers.restrict_to_full_attention(sliding_windows)
+    heads = parts.heads.restrict_to_full_attention(sliding_windows)
     inner, cut = unwrap_head_budgets(parts.heads), unwrap_head_budgets(heads)
     alike = not inner.needs_layer_index and inner.get_segment_limits() is None
     remedy = "they differ by layer, and some layers have sliding windows: write a method "

@@ -98,10 +98,8 @@ class Select:
             remedy,
         )
         remedy = f"{layers} sets the number of kept entries: give UniformLayers() or GlobalLayers()"
-        threshold, free = (
-            get_score_threshold(heads),
-            layers.uses_joint_budget or not layers.depends_on_scores,
-        )
+        threshold = get_score_threshold(heads)
+        free = layers.uses_joint_budget or not layers.depends_on_scores
         require(threshold is None or free, "threshold", threshold, remedy)
         remedy = "heads need one set of positions: use SharedHeads()"
         require(not self.nested or heads_share_positions(heads), "nested", self.nested, remedy)

@@ -413,10 +413,8 @@ class FilteredReads(AttentionReads):
                 self.budget, ShareBudget
             )  # `mem` is None, so the budget is set; a budget in tokens does not come here.
             return Fraction(repr(self.budget.value))
-        whole, mem = (
-            Fraction(len(self.list_unfiltered_layers(layers)), layers),
-            Fraction(repr(self.mem)),
-        )
+        whole = Fraction(len(self.list_unfiltered_layers(layers)), layers)
+        mem = Fraction(repr(self.mem))
         remedy = f"layers that use every entry hold {float(whole):.4g} of the cache: give more, or lower filter layers"
         require(mem > whole, "mem", self.mem, remedy)
         return (mem - whole) / (1 - whole)
@@ -506,10 +504,8 @@ class OffloadedReads(AttentionReads):
 
 def require_fewer_layers(name: str, layers: int, config: ModelConfig) -> None:
     """Raise ValueError unless `layers` is below the model's number of layers without a sliding window."""
-    whole, beside = (
-        config.sliding_windows.count(None),
-        " without a sliding window" * any(config.sliding_windows),
-    )
+    whole = config.sliding_windows.count(None)
+    beside = " without a sliding window" * any(config.sliding_windows)
     require(layers < whole, name, layers, f"the model has {whole} layers{beside}: give fewer")
 
 

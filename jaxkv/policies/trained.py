@@ -54,10 +54,8 @@ class KVzapGate(Gate):
             return KVzapWeights(weight=weight, bias=found.pop_tensor("bias", len(weight)))
         inner = found.pop_tensor("0.weight", None, None)
         weight = found.pop_tensor("2.weight", None, len(inner))
-        bias, inner_bias = (
-            found.pop_tensor("2.bias", len(weight)),
-            found.pop_tensor("0.bias", len(inner)),
-        )
+        bias = found.pop_tensor("2.bias", len(weight))
+        inner_bias = found.pop_tensor("0.bias", len(inner))
         return KVzapWeights(weight=weight, bias=bias, inner=inner, inner_bias=inner_bias)
 
     @classmethod

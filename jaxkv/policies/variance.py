@@ -87,10 +87,8 @@ class VarianceLayers(LayerBudgets):
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "VarianceLayers":
         """Return D2O's budgets, `dense_layers` counted in full-attention layers; ValueError for any other."""
         named = np.flatnonzero(mask_dense_layers(self.dense_layers, len(sliding_windows))).tolist()
-        index, found = (
-            list_full_attention_layers(sliding_windows),
-            [layer for layer in named if sliding_windows[layer] is not None],
-        )
+        index = list_full_attention_layers(sliding_windows)
+        found = [layer for layer in named if sliding_windows[layer] is not None]
         remedy = f"layers {found} have sliding windows and hold no more: choose from {', '.join(map(str, index))}"
         require(not found, "dense_layers", self.dense_layers, remedy)
         return dataclasses.replace(self, dense_layers=tuple(index.index(layer) for layer in named))

@@ -142,10 +142,8 @@ class CompressedKV:
         Returns:
             `i32[B]`, the headroom of each sequence.
         """
-        layer, sizes = (
-            validate_index("layer", layer, len(self.tables)),
-            [pool.row_count for pool in self.pools],
-        )
+        layer = validate_index("layer", layer, len(self.tables))
+        sizes = [pool.row_count for pool in self.pools]
         return self.decode_config.layout.compute_segment_headroom(
             self.segment_starts, self.length, sizes
         )[layer].min(axis=1)
@@ -288,10 +286,8 @@ class CompressedKV:
             rows = self._view_layer_entries(
                 layer, pool, jnp.maximum(length - after[:, None], 0), grouped
             )
-            reach, attend = (
-                rows.get_attended_range(rows.length),
-                self.decode_config.backend.attend_to_segments,
-            )
+            reach = rows.get_attended_range(rows.length)
+            attend = self.decode_config.backend.attend_to_segments
             return attend(q, pool.store, reach, shaping=rows.shaping)[0]
 
         if tokens == 1:
@@ -316,10 +312,8 @@ class CompressedKV:
         single = tokens == 1 or isinstance(self.parts.after, Append)
         remedy = "its policy evicts or recompresses after each token: give one token per call"
         require(single, "k", f"{tokens} tokens", remedy)
-        written, free = (
-            validate_token_counts("count", count, batch, tokens),
-            self.compute_remaining_headroom(layer),
-        )
+        written = validate_token_counts("count", count, batch, tokens)
+        free = self.compute_remaining_headroom(layer)
         if has_concrete_values(written, free):
             short = int(np.max(np.asarray(written) - np.asarray(free)))
             remedy = f"{short} more than the headroom: give jaxkv.compress a larger headroom"
@@ -332,10 +326,8 @@ class CompressedKV:
         """Return `NewEntries`: new tokens' keys, values, positions, segment ends, and counts within headroom."""
         tables = self.tables[layer]
         positions = tables.seen[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)
-        end, count = (
-            tables.start[0] + tables.length[0],
-            jnp.clip(self.compute_remaining_headroom(layer), 0, written),
-        )
+        end = tables.start[0] + tables.length[0]
+        count = jnp.clip(self.compute_remaining_headroom(layer), 0, written)
         return NewEntries(k=k, v=v, positions=positions, count=count, end=end)
 
     def _view_layer_entries(
@@ -472,12 +464,10 @@ class StateLayerSource(LayerEntrySource):
         parts, pool, tables = held.parts, held.get_layer_pool(layer), held.tables[layer]
         assert tables.state is not None and held.key is not None
         query_buffers, at = tables.state.query_buffers, held.first + layer
-        self.indices, self.sliding_windows, self.size, self.parts = (
-            (at,),
-            held.sliding_windows,
-            pool.row_count,
-            parts,
-        )
+        self.indices = (at,)
+        self.sliding_windows = held.sliding_windows
+        self.size = pool.row_count
+        self.parts = parts
         self.kept_entries, self.recents = recount_entries_to_keep(
             parts, tables, held.sliding_windows
         )

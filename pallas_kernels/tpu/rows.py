@@ -28,12 +28,10 @@ class BlockCopyRing:
     """Prefetcher: copies segments' blocks asynchronously from HBM to a ring of VMEM buffers, some ahead of use."""
 
     def __init__(self, start, length, pools, ring, *, chunk: int, unit: int = TILE):
-        self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = (
-            start,
-            length,
-            pools,
-            ring,
-        )
+        self.start = start
+        self.length = length
+        self.pools = pools
+        (self.buffers, self.arrived, self.numbers) = ring
         self.chunk, self.unit, buffers = chunk, unit, self.buffers
         self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
 
@@ -113,10 +111,8 @@ class BlockCopyRing:
 
         The last chunk of a pool begins earlier; repeated rows are masked.
         """
-        first, end = (
-            self.find_first_row(b, h) + index * self.size,
-            self.start[b, h] + self.length[b, h],
-        )
+        first = self.find_first_row(b, h) + index * self.size
+        end = self.start[b, h] + self.length[b, h]
         begins = [first + number * self.chunk for number in range(self.size // self.chunk)]
         rows = [tpu.multiple_of(jnp.minimum(at, self.rows - self.chunk), TILE) for at in begins]
         return [(row, at < end) for row, at in zip(rows, begins, strict=True)]

@@ -109,10 +109,8 @@ class NeedlesRecipe(PromptRecipe):
         many = len(chosen.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
-        asked, answers = (
-            _join_in_english(chosen.asked),
-            tuple(value for mine in chosen.values for value in mine),
-        )
+        asked = _join_in_english(chosen.asked)
+        answers = tuple(value for mine in chosen.values for value in mine)
         right = [each.place for each in chosen.needles if each.key in chosen.asked]
         return RulerPrompt(
             context=opening.format(kind=kind) + self._insert_needles(chosen),

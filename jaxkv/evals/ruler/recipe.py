@@ -94,11 +94,11 @@ def fit_haystack_size(recipe: PromptRecipe, length: int, count: Counter) -> int:
     high = low + 1
     while count_tokens(high) <= length:
         # Above the largest size, `make` raises an error that names the missing words.
-        low, high = (
-            high,
+        low = high
+        high = (
             int(recipe.max_haystack_size)
             if high < recipe.max_haystack_size < 2 * high
-            else 2 * high,
+            else 2 * high
         )
     # 1/400 is less than the difference between samples.
     while high - low > max(1, low // 400):

@@ -87,10 +87,8 @@ class RulerWording:
         firsts, lasts = load_word_lists()["adjectives"], load_word_lists()["nouns"]
         chosen: dict[str, None] = {}
         while len(chosen) < count:
-            first, last = (
-                firsts[int(rng.integers(len(firsts)))],
-                lasts[int(rng.integers(len(lasts)))],
-            )
+            first = firsts[int(rng.integers(len(firsts)))]
+            last = lasts[int(rng.integers(len(lasts)))]
             chosen[f"{first}-{last}"] = None
         return list(chosen)
 

@@ -50,10 +50,8 @@ class BlockAttentionLeverageScorer(Scorer):
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: Z-score of pooled block attention * value norm + `blending` * leverage Z-score."""
         counts = seen.mask_entries_between(self.blocks.first, self.blocks.last)
-        received, v = (
-            average_over_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
-            seen.v.astype(jnp.float32),
-        )
+        received = average_over_devices(seen.blocks.mean(axis=2), "G", seen.group_axes)
+        v = seen.v.astype(jnp.float32)
         score = _compute_z_scores(
             AvgPool(3)(received * jnp.linalg.norm(v, axis=-1), counts), counts, seen.axes
         )

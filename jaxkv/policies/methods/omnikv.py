@@ -59,10 +59,8 @@ class OmniKV(SparseReadPolicy):
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        generated, remedy = (
-            self.include_generated,
-            "the base chooses for the prompt only: leave one out",
-        )
+        generated = self.include_generated
+        remedy = "the base chooses for the prompt only: leave one out"
         once = self.base_policy is None or not generated
         require(once, "include_generated", generated, remedy)
 

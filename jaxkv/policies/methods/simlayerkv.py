@@ -61,10 +61,8 @@ class LazyLayerBudgets(LayerBudgets):
 
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: all in least lazy layers until the budget is spent, then always-kept."""
-        xp, order = (
-            of.array_module,
-            of.array_module.argsort(-require_finite_weights(of.weights), axis=0, stable=True),
-        )
+        xp = of.array_module
+        order = of.array_module.argsort(-require_finite_weights(of.weights), axis=0, stable=True)
         rank = xp.argsort(order, axis=0, stable=True)
         beside = of.length - of.always_kept
         return of.always_kept + xp.clip(
