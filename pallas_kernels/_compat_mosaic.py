@@ -147,7 +147,8 @@ def multiply_on_tensor_cores(
     """
     if interpret:
         meanwhile()
-        left, right = rows if isinstance(rows, jax.Array) else rows[...], columns[...]
+        left = rows if isinstance(rows, jax.Array) else rows[...]
+        right = columns[...]
         # Tensor cores read shared memory through the same proxy as copies; reads by the warpgroup need a fence.
         commit()
         over = (((1,), (1 if transposed else 0,)), ((), ()))

@@ -43,8 +43,12 @@ class PoolRowAccess:
     def __init__(
         self, refs: Any, name: str, sequence: Any, dim: int, dtype: Any, interpret: bool
     ) -> None:
-        self.refs, self.name, self.sequence, self.dim = refs, name, sequence, dim
-        self.dtype, self.interpret = dtype, interpret
+        self.refs = refs
+        self.name = name
+        self.sequence = sequence
+        self.dim = dim
+        self.dtype = dtype
+        self.interpret = interpret
         self.columns = self._list_part_columns()
 
     def _list_part_columns(self) -> Columns:
@@ -64,7 +68,8 @@ class PoolRowAccess:
 
         The scale, a factor of the codes, is None for unencoded entries.
         """
-        (column, real), row = self.columns[0], parts[0].astype(self.dtype)
+        column, real = self.columns[0]
+        row = parts[0].astype(self.dtype)
         store(getattr(self.refs, f"pool_{self.name}").at[*at, column], row, mask=real & writes)
         return (row.astype(jnp.float32),), None
 
@@ -128,8 +133,10 @@ class Int4PoolRowAccess(PoolRowAccess):
 
     def _list_part_columns(self) -> Columns:
         """Return each group's channel indices, in the order of unpacked words, with a mask that is True everywhere."""
-        self.words, self.word = getattr(self.refs, self.name), jnp.arange(GROUP, dtype=jnp.int32)
-        self.blocks, self.groups = self.words.shape[-1] // GROUP, self.dim // GROUP
+        self.words = getattr(self.refs, self.name)
+        self.word = jnp.arange(GROUP, dtype=jnp.int32)
+        self.blocks = self.words.shape[-1] // GROUP
+        self.groups = self.dim // GROUP
         self.decodes_to = jnp.float32 if self.dtype == jnp.float32 else jnp.float16
         groups = (
             group
@@ -179,7 +186,10 @@ class Int4PoolRowAccess(PoolRowAccess):
     ) -> tuple[Parts, jax.Array | None]:
         """Encode a key or value in 4 bits, write it to row `at` if `writes`; return (dequantised groups, None)."""
         order = [list_block_groups(block, self.blocks, self.groups) for block in range(self.blocks)]
-        codes, scales, leasts, stored = {}, {}, {}, []
+        codes = {}
+        scales = {}
+        leasts = {}
+        stored = []
         narrow = [each.astype(self.dtype) for each in parts]
         for group, part in zip((group for each in order for group in each), narrow, strict=True):
             wide = part.astype(jnp.float32)

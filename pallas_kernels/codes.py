@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 # As in jaxkv's stores: float16 scales.
-_LARGEST, SMALLEST_SCALE = 127, 2.0**-24
+_LARGEST = 127
+SMALLEST_SCALE = 2.0**-24
 # Columns per 4-bit scale and minimum, and the largest 4-bit code.
-GROUP, LARGEST_4 = 32, 15
+GROUP = 32
+LARGEST_4 = 15
 
 
 class Int8Pool(NamedTuple):

@@ -28,7 +28,9 @@ class PoolReader:
     kind: type[PoolRowAccess] = PoolRowAccess
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        self.dim, self.dtype, self.interpret = dim, dtype, interpret
+        self.dim = dim
+        self.dtype = dtype
+        self.interpret = interpret
         self.blocks: Any = self.kind(refs, self.name, sequence, dim, dtype, interpret)
         self.columns = self.blocks.columns
 

@@ -72,7 +72,8 @@ def combine_chunk_outputs(
     def kernel(refs):
         query = program_id(1)
         mine = (refs.layer[...], program_id(0))
-        begin, number = load(refs.first.at[mine]), load(refs.count.at[mine])
+        begin = load(refs.first.at[mine])
+        number = load(refs.count.at[mine])
         # The loop bound depends on both loads, so that the first is not issued after the loop begins.
         number = jnp.where(begin < 0, 0, number)
         column = jnp.arange(round_up_head_dim(dim), dtype=jnp.int32)
@@ -98,7 +99,8 @@ def combine_chunk_outputs(
                 acc * shrink + (part * weight[:, None]).sum(axis=0),
             )
 
-        top, total = jnp.float32(MASKED), jnp.float32(0.0)
+        top = jnp.float32(MASKED)
+        total = jnp.float32(0.0)
         if sink_logits is not None:
             top = load(refs.sinks.at[program_id(0) % heads * rows + query]) * math.log2(math.e)
             total = jnp.float32(1.0)
@@ -174,7 +176,8 @@ def add_attention_to_scores(
         The output, and the scores.
     """
     batch, heads, rows = lse.shape
-    padded, segments = 1 << (rows - 1).bit_length(), batch * heads
+    padded = 1 << (rows - 1).bit_length()
+    segments = batch * heads
     # About 32 logits per thread for any R; chunks are seldom longer than this.
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
 

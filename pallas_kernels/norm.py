@@ -32,8 +32,10 @@ def add_norm(
     Returns:
         `[..., E]` the sum, and `[..., E]` its norm in the scale's dtype. The arithmetic is float32.
     """
-    width, dtype = x.shape[-1], jnp.dtype(x.dtype if dtype is None else dtype)
-    rows, parts = x.size // width, added.shape[0]
+    width = x.shape[-1]
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    rows = x.size // width
+    parts = added.shape[0]
     padded = 1 << (width - 1).bit_length()
 
     # Blocks of a program (r): x, sum and norm [E], and added [n, E] of row r; scale [E], complete.
@@ -54,7 +56,8 @@ def add_norm(
         store(refs.sum.at[column], total, mask=mask)
         store(refs.norm.at[column], normed.astype(scale.dtype), mask=mask)
 
-    row, whole = BlockSpec((None, width), lambda r: (r, 0)), BlockSpec((width,), lambda r: (0,))
+    row = BlockSpec((None, width), lambda r: (r, 0))
+    whole = BlockSpec((width,), lambda r: (0,))
     of_parts = BlockSpec((parts, None, width), lambda r: (0, r, 0))
     found = call_triton_kernel(
         kernel,

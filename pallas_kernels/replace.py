@@ -119,12 +119,16 @@ def evict_lowest_entries(
     # Blocks of a program (h, b): start, length, limit, recent and moved of head h of sequence b, seen and prompt of b,
     # scalars; k, v [P, D], pos and score [P] of sequence b, complete, and the same again as outputs.
     def kernel(refs):
-        first, rows = refs.start[...], refs.length[...]
-        seen, prompt, recent = refs.seen[...], refs.prompt[...], refs.recent[...]
+        first = refs.start[...]
+        rows = refs.length[...]
+        seen = refs.seen[...]
+        prompt = refs.prompt[...]
+        recent = refs.recent[...]
 
         def step(index, best):
             offset = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-            inside, at = offset < rows, first + offset
+            inside = offset < rows
+            at = first + offset
             mine = load(refs.pos.at[at], mask=inside, other=-1)
             scores = jnp.zeros((_BLOCK,), jnp.float32)
             if score is not None:

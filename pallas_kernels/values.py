@@ -145,7 +145,8 @@ class Int8ValueReader(ValueReader):
     ) -> None:
         """Write each part's accumulator divided by the denominator `total` to its columns of the queries' rows."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
-            place, mask = ref.at[query[:, None], column[None, :]], self._mask_columns(real, exists)
+            place = ref.at[query[:, None], column[None, :]]
+            mask = self._mask_columns(real, exists)
             store(place, each / total[:, None], mask=mask)
 
     def _mask_columns(self, real: jax.Array, exists: jax.Array) -> jax.Array:

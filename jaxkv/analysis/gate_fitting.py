@@ -64,7 +64,8 @@ def fit_kvzap_gate(
     Raises:
         ValueError: for no texts, empty or too long texts, scores that are not finite, and a penalty of 0.
     """
-    asked, config = PromptReplay(chunk=chunk, sinks=0, weighted=True), params.config
+    asked = PromptReplay(chunk=chunk, sinks=0, weighted=True)
+    config = params.config
     penalty = _checks.validate_float(
         "penalty", penalty, "use a number above 0", low=0.0, high=1e30, open_low=True
     )
@@ -121,7 +122,9 @@ def _fit_layer_gate(
     `products` are sums over tokens of all products of hidden states, a 1 (`size` numbers with it) and scores. The share
     is the mean over heads, 1 for constant scores.
     """
-    xx, xy, yy = products[:size, :size], products[:size, size:], np.diag(products)[size:]
+    xx = products[:size, :size]
+    xy = products[:size, size:]
+    yy = np.diag(products)[size:]
     ridge = np.full(size, penalty)
     ridge[-1] = 0.0
     solved = np.linalg.solve(xx + np.diag(ridge), xy).astype(np.float32)

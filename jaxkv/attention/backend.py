@@ -328,7 +328,8 @@ class AttentionBackend(abc.ABC):
         Returns:
             The output, and the pool with the new entries.
         """
-        pool, counts = pool.append_entries(new), new.count > 0
+        pool = pool.append_entries(new)
+        counts = new.count > 0
         given = (pool.store, reach, pool.score, counts)
         out, score = self.attend_and_score(q, *given, shaping=shaping)
         return out, dataclasses.replace(pool, score=score)
@@ -386,7 +387,8 @@ class AttentionBackend(abc.ABC):
         out, lse, pool = self.append_and_attend(q, new, pool, reach, shaping=shaping)
         if work.rows is None or work.held is None:
             return out, pool
-        start, size = work.start[work.layer], work.rows.shape[2]
+        start = work.start[work.layer]
+        size = work.rows.shape[2]
         real = jnp.arange(size, dtype=jnp.int32) < work.held[..., None]
         rows = jnp.where(real, start[..., None] + work.rows, -1)
         held = SegmentRanges.make_strided_ranges(jnp.broadcast_to(work.held, start.shape), size)

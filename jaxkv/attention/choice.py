@@ -46,7 +46,8 @@ class Implementation(enum.Enum):
     def __new__(cls, value: Any, backend: str = "") -> Any:
         """Create an `Implementation` member: its value, the name that users pass, and its backend's import path."""
         member = object.__new__(cls)
-        member._value_, member.backend = value, backend
+        member._value_ = value
+        member.backend = backend
         return member
 
 

@@ -60,7 +60,8 @@ def score_positions_by_row(
     """
     batch, heads, group, window, dim = query.q.shape
     keys = k.reshape(batch, heads, -1, dim)
-    rows, queries = keys.shape[2], scale_queries(query.q).reshape(batch, heads, group * window, dim)
+    rows = keys.shape[2]
+    queries = scale_queries(query.q).reshape(batch, heads, group * window, dim)
 
     def compute_logits_and_mask(part: Array, first: Array | int) -> tuple[Array, Array]:
         """Return logits `[B, K, G, w, n]` over keys `part` from row `first` on, and a mask of causal candidates."""

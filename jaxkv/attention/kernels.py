@@ -116,7 +116,8 @@ class PallasBackend(AttentionBackend):
         shaping: LogitShaping = PLAIN,
     ) -> Array:
         """Return the attention `f32[B, K, S]` to each key: mean over the last w queries and G heads, by a kernel."""
-        of, how = (q, k, positions[:, 0], length, shaping.sink_logits), {"softcap": shaping.softcap}
+        of = (q, k, positions[:, 0], length, shaping.sink_logits)
+        how = {"softcap": shaping.softcap}
         sums = self._pallas_kernels.sum_window_attention(*of, **how, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
@@ -183,7 +184,8 @@ class PallasBackend(AttentionBackend):
         if split is None:
             given = (q, split, new, pool, reach, work)
             return super().compute_decode_attention(*given, scored=scored, shaping=shaping)
-        kernels, options = self._pallas_kernels, _get_softmax_options(shaping)
+        kernels = self._pallas_kernels
+        options = _get_softmax_options(shaping)
         if scored and new.score is not None:
             begun = {"begin": new.score[..., 0], "start": work.start}
             options["scores"] = self._make_kernel_scores(pool.score, reach, **begun)

@@ -137,7 +137,8 @@ def compute_causal_attention(
             maximum, total, acc = carry
             # If the block does not divide the buffer, the last block starts earlier; entries read before are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
-            keys, values = slice_head_block(k, begin), slice_head_block(v, begin)
+            keys = slice_head_block(k, begin)
+            values = slice_head_block(v, begin)
             logits = apply_softcap(multiply_transposed(q_head, keys), softcap, LOG2E)
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
@@ -306,7 +307,8 @@ def attend_block_by_block(
     def attend_to_entry_block(index, carry):
         """Loop body: update the running softmax by one more block of each segment."""
         begin, _, inside = locate_segment_block(reach.start, reach.length, index, block, k.shape[1])
-        keys, values = gather_row_blocks(k, begin, block), gather_row_blocks(v, begin, block)
+        keys = gather_row_blocks(k, begin, block)
+        values = gather_row_blocks(v, begin, block)
         logits = apply_softcap(compute_head_logits(q, keys), softcap)
         return update_running_softmax(
             carry, jnp.where(inside[:, :, None], logits, MASKED), inside, values

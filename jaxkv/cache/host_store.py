@@ -140,7 +140,8 @@ class HostStoreLoader:
         for those that should overlap with the transfer. On a mesh each device gets the entries of its own heads and
         sequences.
         """
-        host_store, axes = self.host_store, ShardingMesh.get_array_mesh(positions)
+        host_store = self.host_store
+        axes = ShardingMesh.get_array_mesh(positions)
         sources = [host_store.rows[host_store.layers.index(each)] for each in layers]
         parts = _get_shards_by_device(positions, axes)
         held = [
@@ -152,7 +153,8 @@ class HostStoreLoader:
         ]
         # Without a mesh, `positions` may be on another device than the host store's.
         held = held if axes is not None else [dict.fromkeys(parts, *each.values()) for each in held]
-        where, at = list(parts), [np.asarray(part) for part in parts.values()]
+        where = list(parts)
+        at = [np.asarray(part) for part in parts.values()]
         batch, count = at[0].shape
         shapes = [(batch, len(layers), count, *held[0][device].shape[2:]) for device in where]
         packed = [np.empty(shape, held[0][where[0]].dtype) for shape in shapes]

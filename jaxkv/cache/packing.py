@@ -71,7 +71,8 @@ def pack_layer_entries(
     real = offset < jnp.take_along_axis(length, segment, axis=1)
     # The offset-th selected entry of a segment is the first whose running count exceeds the offset: bisect for it.
     count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * padded_len)
-    low, high = jnp.zeros_like(offset), jnp.full_like(offset, padded_len - 1)
+    low = jnp.zeros_like(offset)
+    high = jnp.full_like(offset, padded_len - 1)
 
     def halve(_, bounds):
         low, high = bounds

@@ -97,8 +97,10 @@ def compute_page_bounds(
 
     `length` is the number of entries of each segment.
     """
-    keys, (batch, heads) = store.decode_entries()[0], length.shape
-    each, dim = keys.shape[1] // heads, keys.shape[2]
+    keys = store.decode_entries()[0]
+    batch, heads = length.shape
+    each = keys.shape[1] // heads
+    dim = keys.shape[2]
     wide = jnp.pad(
         keys.reshape(batch, heads, each, dim), ((0, 0), (0, 0), (0, -each % page), (0, 0))
     )

@@ -67,7 +67,8 @@ class EntryPool:
 
     def append_positions_and_scores(self, new: NewEntries) -> "EntryPool":
         """Return the pool with new entries' positions and initial scores appended; a kernel writes keys and values."""
-        row, batch = self._locate_new_rows(new), len(new.end)
+        row = self._locate_new_rows(new)
+        batch = len(new.end)
         spread = jnp.broadcast_to(new.positions[:, None], new.k.shape[:3]).reshape(batch, -1)
         return dataclasses.replace(
             self.append_initial_scores(new), pos=write_pool_rows(self.pos, row, spread)

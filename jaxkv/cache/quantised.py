@@ -19,9 +19,11 @@ from jaxkv.cache.stores import Store, write_pool_rows
 
 # Scales and minima are float16. The largest element keeps the largest code, by less than half a code, so that decoded
 # vectors have the same codes and scales when they are quantised again.
-_SCALE, _SMALLEST = jnp.float16, 2.0**-24
+_SCALE = jnp.float16
+_SMALLEST = 2.0**-24
 # Elements per 4-bit scale: the maximum, and the minimum that saves memory.
-_MOST_SHARED, _FEWEST_SHARED = 32, 8
+_MOST_SHARED = 32
+_FEWEST_SHARED = 8
 # Kernels read the 4-bit codes of two groups together.
 _COLUMNS = 2 * _MOST_SHARED
 
@@ -133,7 +135,8 @@ class Int4Vectors(QuantisedVectors):
 
     def dequantise_vectors(self) -> Float[Array, "B P D"]:
         """Return the dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its minimum."""
-        words, quads = self.code, self.code.dtype == jnp.uint16
+        words = self.code
+        quads = self.code.dtype == jnp.uint16
         if quads:
             words = words.reshape(*words.shape[:-1], -1, 1, _MOST_SHARED)
         parts = [(words >> 4 * index) & 15 for index in range(4 if quads else 2)]
@@ -238,7 +241,8 @@ class QuantisedStore(Store):
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
         """Return the store with keys and values of some rows quantised and overwritten; others are unchanged."""
-        (k_row, keys), (v_row, values) = k, v
+        k_row, keys = k
+        v_row, values = v
         return dataclasses.replace(
             self,
             k=jax.tree.map(
@@ -286,7 +290,8 @@ class Int4Store(QuantisedStore):
 class MixedStore(QuantisedStore):
     """Store of keys as 8-bit integers with one scale per vector, and values in 4 bits as in `Int4Store`."""
 
-    keys, values = Int8Vectors, Int4Vectors
+    keys = Int8Vectors
+    values = Int4Vectors
     kernels = ("bytes", "nibbles")
     columns = _COLUMNS
     transformed = True

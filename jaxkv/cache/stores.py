@@ -188,7 +188,8 @@ class DenseStore(Store):
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
         """Return the store with keys and values at row indices overwritten, cast to the stored arrays' dtype."""
-        (k_row, keys), (v_row, values) = k, v
+        k_row, keys = k
+        v_row, values = v
         k_leaf = write_pool_rows(self.k, k_row, keys.astype(self.k.dtype))
         v_leaf = write_pool_rows(self.v, v_row, values.astype(self.v.dtype))
         return dataclasses.replace(self, k=k_leaf, v=v_leaf)

@@ -169,7 +169,8 @@ def _read_manifests() -> dict[str, ModelManifest]:
 
 def _parse_manifest(raw: dict[str, Any]) -> ModelManifest:
     """Build a `ModelManifest` from the JSON object of its file."""
-    source, filters = dict(raw["source"]), raw.get("filter_layers")
+    source = dict(raw["source"])
+    filters = raw.get("filter_layers")
     kind = {"wheel": WheelSource, "folder": FolderSource}[source.pop("kind")]
     made = {"source": kind(**source), "filter_layers": filters and tuple(filters)}
     return ModelManifest(**raw | made)

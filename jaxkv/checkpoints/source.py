@@ -97,7 +97,8 @@ def _open_checkpoint_folder(folder: Path) -> Checkpoint:
             config["eos_token_id"] = eos
     tokenizer = folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     if converted is None:
-        held, text = safetensors_files.read_folder_headers(folder), extract_text_config(config)
+        held = safetensors_files.read_folder_headers(folder)
+        text = extract_text_config(config)
         held = held if text is config else extract_text_tensors(held)
         held = convert_expert_tensors(held) if text.get("model_type") == "gpt_oss" else held
         return Checkpoint(path=folder, config=text, stored=held, tokenizer_spec=tokenizer)
@@ -123,7 +124,8 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: if a file is not a JSON object.
     """
-    config, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    config = read_json(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
         found = read_json(beside)
         quantised = found.get("quantization")

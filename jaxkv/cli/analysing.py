@@ -85,7 +85,8 @@ def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: 
         down="layer that chooses",
         label="share",
     )
-    panel, ticks = figure.axes[0], range(0, len(whole), 1 + len(whole) // 10)
+    panel = figure.axes[0]
+    ticks = range(0, len(whole), 1 + len(whole) // 10)
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_ticks(ticks, labels=[whole[at] for at in ticks])
     for layer in found.filters:

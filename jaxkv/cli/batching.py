@@ -93,7 +93,8 @@ class BatchCommand(EngineOptions):
 
     def _validate_file_paths(self) -> tuple[Path, Path]:
         """Return the paths (requests, answers); ValueError unless the first is a readable file, the second writable."""
-        requests, out = Path(self.file).expanduser(), Path(self.out).expanduser().resolve()
+        requests = Path(self.file).expanduser()
+        out = Path(self.out).expanduser().resolve()
         remedy = "not a readable file: use one; a pipe is not supported, because it is read twice"
         require(requests.is_file() and os.access(requests, os.R_OK), "FILE", self.file, remedy)
         OutputTarget(flag="-o", name=self.out).require_writable([self.file])

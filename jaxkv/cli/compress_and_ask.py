@@ -48,7 +48,8 @@ class CompressCommand(ComputeOptions):
 
     def run_command(self) -> None:
         """Prefill a document, save its compressed cache to a new folder, and print entries and bytes to stderr."""
-        policy, out = self.policy.build_policy(), Path(os.path.expanduser(self.out))
+        policy = self.policy.build_policy()
+        out = Path(os.path.expanduser(self.out))
         fine = not os.path.lexists(out) and out.parent.is_dir()
         remedy = "not a new folder: use a new one in an existing folder"
         require(fine, "--out", self.out, remedy)

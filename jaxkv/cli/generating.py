@@ -79,7 +79,8 @@ class GenerateCommand(SamplingOptions):
         Invalid options are rejected before the model is downloaded and loaded. The file is written even if stdout
         fails.
         """
-        policy, out = self.policy.build_policy(), None
+        policy = self.policy.build_policy()
+        out = None
         if self.output is not None:
             out = OutputTarget(flag="--output", name=self.output)
             out.require_writable([self.prompt_file or "", self.model])

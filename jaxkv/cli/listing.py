@@ -37,7 +37,8 @@ class ListModelsCommand(ListCommand):
 
     def run_command(self) -> None:
         """Print each named model's source, bytes, license, and whether its weights are in the local cache."""
-        records, told = [], []
+        records = []
+        told = []
         for name in list_model_names():
             model = get_manifest(name)
             source = model.source
@@ -68,7 +69,8 @@ class ListPoliciesCommand(ListCommand):
 
     def run_command(self) -> None:
         """Print each registered policy's summary, paper, parts, defaults and command-line flags."""
-        records, told = [], []
+        records = []
+        told = []
         for name, cls in POLICIES.items():
             fields = [each for each in dataclasses.fields(cls) if each.init]
             record: Record = {

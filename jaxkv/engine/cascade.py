@@ -64,7 +64,8 @@ def compress_under_shared_budget(
     axes = source.axes
     layers = len(source.indices)
     joint = parts.layers.uses_joint_budget
-    held, layer_weights = None, list[Array | None]()
+    held = None
+    layer_weights = list[Array | None]()
     known = source.count_entries_to_keep(indices, layer_weights) if joint else None
     for at, index in enumerate(indices):
         layer = source.get_layer_candidates(index)
@@ -82,7 +83,8 @@ def compress_under_shared_budget(
         unscored = dataclasses.replace(layer, scores=None, norms=None, first=None)
         del full, layer
     assert held is not None
-    buffer, joined = held.pool, dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
+    buffer = held.pool
+    joined = dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
     del held
     if known is not None:
         (mask,), tally = select_entries(
@@ -100,7 +102,8 @@ def compress_under_shared_budget(
     start = compute_all_segment_starts(
         kept, layout=parts.cache_layout, rows=size, headroom=behind, axes=axes
     )
-    batch, dim = len(mask), buffer.k.shape[-1]
+    batch = len(mask)
+    dim = buffer.k.shape[-1]
     pool = make_empty_pool(
         batch,
         size,
@@ -149,7 +152,8 @@ def update_candidate_buffer(
     considers its own heads only.
     """
     batch, each, padded_len, dim = full.k.shape
-    pool, layers = held.pool, held.scores.shape[1] // each
+    pool = held.pool
+    layers = held.scores.shape[1] // each
 
     def noted(known: Array, new: Array) -> Array:
         by_layer = known.reshape(batch, each, layers, padded_len)
@@ -180,7 +184,8 @@ def update_candidate_buffer(
         jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.row_count),
         pool.row_count,
     )
-    head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(padded_len, dtype=jnp.int32)
+    head = jnp.arange(each, dtype=jnp.int32)[:, None]
+    slot = jnp.arange(padded_len, dtype=jnp.int32)
     index = jnp.broadcast_to(((head * layers + at) * padded_len + slot).reshape(-1), into.shape)
     k, v = (a.reshape(batch, each * padded_len, dim) for a in (full.k, full.v))
     put = lambda known, new: write_pool_rows(known, into, new.reshape(into.shape))  # noqa: E731

@@ -245,7 +245,8 @@ class Generation:
 
     def __repr__(self) -> str:
         """Return a one-line summary: the answer's text or the number of answers, the number of tokens, the cache."""
-        tokens, text = sum(len(each.tokens) for each in self), self[0].text
+        tokens = sum(len(each.tokens) for each in self)
+        text = self[0].text
         shown = f"{tokens} tokens"
         if len(self) > 1:
             shown = f"{len(self)} answers, {shown}"

@@ -108,7 +108,8 @@ def count_steps_until_full(cache: KVCache) -> int:
 
     The largest int32 if decoding needs a single spare place only.
     """
-    parts, free = cache.policy.composed, cache.compute_layer_headroom()
+    parts = cache.policy.composed
+    free = cache.compute_layer_headroom()
     if not parts.decoding_compression.compresses:
         return int(free.min())
     if parts.evicts_while_decoding:
@@ -225,7 +226,8 @@ def _estimate_copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
 
     Includes entries loaded from the host. On a mesh, bytes per device; on a CPU's virtual devices, of all together.
     """
-    axes, held = cache.axes, len(cache.seen)
+    axes = cache.axes
+    held = len(cache.seen)
     batch += count_padding_sequences(batch, axes)
     copied = cache.nbytes * batch // held + batch * cache.headroom_nbytes(
         [headroom] * cache.config.layers

@@ -35,7 +35,8 @@ def compute_prompt_query_moments(
     Queries are projected from `x`, the hidden states before the block, `size` tokens of each prompt at a time. `size`
     is a divisor of S.
     """
-    config, (batch, _, width) = block.config, x.shape
+    config = block.config
+    batch, _, width = x.shape
     shape = (batch, config.kv_heads, config.group_size, config.head_dim)
     outer = jnp.zeros((*shape, config.head_dim), jnp.float32) if needs.covariance else None
     nothing = _QueryStatistics(

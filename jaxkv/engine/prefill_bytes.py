@@ -117,7 +117,8 @@ class PrefillBytes:
         parts = self.parts
         rows = self._uncompressed_layer_bytes
         layers = self.config.layers
-        hidden, peaks = self.batch * self.padded_len * config.embed * self.item, list[int]()
+        hidden = self.batch * self.padded_len * config.embed * self.item
+        peaks = list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
             below = self._compute_lower_layer_bytes(index) + rows
@@ -147,7 +148,8 @@ class PrefillBytes:
 
     def _compute_compression_bytes(self, index: int, top: bool) -> int:
         """Return peak bytes of scoring, selecting, merging and packing a layer, beyond its entries and lower layers."""
-        parts, layers = self.parts, self.config.layers
+        parts = self.parts
+        layers = self.config.layers
         scored = parts.stores_scores
         # Scores that order entries, attention mass kept for later, and norms of keys.
         scores = self._compute_array_bytes(
@@ -183,7 +185,8 @@ class PrefillBytes:
 
     def _compute_second_pass_bytes(self) -> int:
         """Return the bytes of a second pass (KVzip), without prompt keys and values: scores, activations, logits."""
-        replay, config = self.parts.needs.replay, self.config
+        replay = self.parts.needs.replay
+        config = self.config
         assert replay is not None
         chunk = min(replay.chunk, self.padded_len)
         # The tokenizer turns text into fewer tokens than characters; at least one block of queries runs.
@@ -202,7 +205,8 @@ class PrefillBytes:
     @property
     def _page_bound_bytes(self) -> int:
         """Bytes of the minimum and maximum keys of all pages of layers that select pages (Quest); 0 without pages."""
-        reading, heads = self.selection_config, self.config.kv_heads
+        reading = self.selection_config
+        heads = self.config.kv_heads
         if not reading.page:
             return 0
         sources = zip(self.pool_rows, reading.sources, strict=True)
@@ -222,7 +226,8 @@ class PrefillBytes:
     @property
     def _table_bytes(self) -> int:
         """Bytes of the cache's segment tables, mean keys and policy state, query buffers included."""
-        ongoing, layers = self.parts.decoding_compression, self.config.layers
+        ongoing = self.parts.decoding_compression
+        layers = self.config.layers
         segments = layers * self.config.kv_heads
         numbers = 1 + 3 * segments + segments * self.config.head_dim * uses_hadamard(self.parts)
         if ongoing.compresses:
@@ -240,7 +245,9 @@ class PrefillBytes:
 
     def _compute_lower_layer_bytes(self, index: int) -> int:
         """Return the bytes that the layers below `index` hold: pools, or entries with scores, or a candidate buffer."""
-        parts, layers, norms = self.parts, self.config.layers, self.parts.needs.norms
+        parts = self.parts
+        layers = self.config.layers
+        norms = self.parts.needs.norms
         if self.buffer is not None:
             return self._candidate_buffer_bytes + self._compute_array_bytes(
                 4 * layers * (1 + norms)
@@ -276,7 +283,8 @@ class PrefillBytes:
     @property
     def _scoring_block_bytes(self) -> int:
         """Bytes of one block of tokens in scoring: float32 projected values, or logits of all heads; 0 if unused."""
-        needs, config = self.parts.needs, self.config
+        needs = self.parts.needs
+        config = self.config
         projected = 4 * min(self.padded_len, 512) * config.embed * needs.norms
         most = 0 if needs.blocks is None else needs.blocks.compute_block_size(self.padded_len)
         return self.batch * config.heads * max(projected, 8 * most**2)
@@ -284,7 +292,8 @@ class PrefillBytes:
     @cached_property
     def _statistic_bytes(self) -> int:
         """Bytes that a layer's program returns for scoring, such as last queries, attention sums, unrotated keys."""
-        needs, config = self.parts.needs, self.config
+        needs = self.parts.needs
+        config = self.config
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
         size += 4 * config.group_size * (needs.sums + (needs.blocks is not None))
         window = needs.queries * config.head_dim * self.item
@@ -321,9 +330,12 @@ class PrefillBytes:
             return max(attend, self._scoring_block_bytes)
         # A mixture of experts runs an expert on `choose_block_rows` tokens at a time, next to the float32 sums of all
         # tokens.
-        rows, sums, weights = tokens, self.item, 0
+        rows = tokens
+        sums = self.item
+        weights = 0
         if config.experts is not None:
-            rows, sums = choose_block_rows(tokens, config.experts.chosen, config.experts.count), 4
+            rows = choose_block_rows(tokens, config.experts.chosen, config.experts.count)
+            sums = 4
             # The weights of one expert, sliced from the stacked weights.
             weights = (2 + config.gated) * config.hidden * config.embed * self.item
         # The MLP's inner products and output and the residual stream are float32.

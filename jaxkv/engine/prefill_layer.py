@@ -79,7 +79,8 @@ def layer(
         extras["blocks"] = sum_attention_in_blocks(block, x, length, table, needs.blocks)
     if needs.hidden:
         extras["hidden"] = block.normalise_for_attention(x)
-    backend, reach = get_attention_backend(implementation), block.spec.sliding_window
+    backend = get_attention_backend(implementation)
+    reach = block.spec.sliding_window
     attends = (
         backend
         if reach is None or backend.can.sliding_windows
@@ -159,8 +160,10 @@ def _run_block_by_sequence(
     Runs as many blocks of tokens as a sequence fills, so padding costs memory but no time. The top block (`last`)
     returns its hidden states unchanged.
     """
-    config, (batch, padded_len, width) = block.config, x.shape
-    shaping, reach = block.logits_shaping, block.spec.sliding_window
+    config = block.config
+    batch, padded_len, width = x.shape
+    shaping = block.logits_shaping
+    reach = block.spec.sliding_window
     size = choose_block_size(padded_len, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
@@ -238,7 +241,8 @@ def _run_block_in_batch(
     """
     batch, padded_len, width = x.shape
     size = choose_prefill_block_size(padded_len, batch)
-    config, put = block.config, lax.dynamic_update_slice
+    config = block.config
+    put = lax.dynamic_update_slice
 
     def normed(index):
         return block.normalise_for_attention(

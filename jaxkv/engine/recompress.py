@@ -104,7 +104,8 @@ def recompress(
     sequence allows, with `headroom` free places behind every segment. If the cache's tables are traced, `fixed` sets
     the sizes.
     """
-    parts, state = cache.policy.composed, cache.state
+    parts = cache.policy.composed
+    state = cache.state
     assert state is not None
     held = _CachedLayerSource(
         flat,
@@ -210,18 +211,21 @@ class _CachedLayerSource(LayerEntrySource):
         fixed: FixedSizes | None,
     ):
         """Compute a cache's padded segment length and, per layer, how many entries and recent ones to keep."""
-        parts, state = cache.policy.composed, cache.state
+        parts = cache.policy.composed
+        state = cache.state
         assert state is not None
         self.flat = flat
         self.cache = cache
         self.key = key
         self.headroom = headroom
         self.fixed = fixed
-        self.indices, self.axes = range(len(headroom)), flat.axes
+        self.indices = range(len(headroom))
+        self.axes = flat.axes
         self.kept_entries, self.recents = recount_entries_to_keep(
             parts, cache.tables, flat.config.sliding_windows, flat.axes
         )
-        self.sliding_windows, self.dtype = flat.config.sliding_windows, cache.pools[0].dtype
+        self.sliding_windows = flat.config.sliding_windows
+        self.dtype = cache.pools[0].dtype
         self.tables = dataclasses.replace(
             cache.tables, state=dataclasses.replace(state, query_buffers=())
         )
@@ -233,7 +237,8 @@ class _CachedLayerSource(LayerEntrySource):
                 round_up_to_bucket(int(copy_to_host(cache.seen).max())),
                 cache.layout.get_max_segment_length(most, heads),
             )
-        self.parts, self.padded_len = parts, padded_len if fixed is None else fixed.padded_len
+        self.parts = parts
+        self.padded_len = padded_len if fixed is None else fixed.padded_len
 
     def get_layer_candidates(self, index: int) -> Candidates:
         """Return one layer's `Candidates`: masks, positions, and scores from the policy's rank or its scorer."""
@@ -248,14 +253,16 @@ class _CachedLayerSource(LayerEntrySource):
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.get_pool_index(group[0])]
         part = slice(group[0], group[-1] + 1)
-        kv_shards, capacity = self.cache.kv_shards, get_device_capacity(self.parts.heads)
+        kv_shards = self.cache.kv_shards
+        capacity = get_device_capacity(self.parts.heads)
         heads = kept.shape[2] // kv_shards
 
         def bound_device_entries(rows: int) -> int:
             """Return the most entries that one device's heads may hold if their even share is `rows`."""
             return min(multiply_rounding_down(capacity, rows), kv_shards * rows)
 
-        length, layout = copy_to_host(kept).astype(np.int64), self.cache.layout
+        length = copy_to_host(kept).astype(np.int64)
+        layout = self.cache.layout
         rows = bound_device_entries(
             -(-int(layout.count_required_pool_rows(length).max()) // kv_shards)
         )
@@ -319,7 +326,8 @@ def recount_entries_to_keep(
     The entries are the mean of a layer's limits, or come from the budget schedule for the current length.
     Sliding-window layers keep the entries of their windows.
     """
-    state, seen = tables.state, _copy_to_host_as_int64(tables.seen)
+    state = tables.state
+    seen = _copy_to_host_as_int64(tables.seen)
     assert state is not None
     always_kept = parts.keep.count_always_kept(seen, _copy_to_host_as_int64(state.prompt))
     xp = select_array_module(seen)
@@ -350,7 +358,8 @@ def recount_entries_to_keep(
 
 def gather_layer_entries(layer: CachedLayer, static: CachedLayerConfig) -> UnpackedEntries:
     """Return a cached layer's `UnpackedEntries`: each segment sorted by position and padded to equal length."""
-    pool, segments = layer.pool, layer.layer_segments
+    pool = layer.pool
+    segments = layer.layer_segments
     batch, heads = segments.start.shape
     padded_len = min(static.padded_len, static.layout.get_max_segment_length(pool.row_count, heads))
     index = jnp.arange(padded_len, dtype=jnp.int32)
@@ -416,7 +425,8 @@ def gather_entries_to_pack(
     norms_of: Norms = reject_value_norms,
 ) -> UnpackedEntries:
     """Return a cached layer's `UnpackedEntries`, with new attention mass for mergers that do not compare entries."""
-    rows, merge = gather_layer_entries(layer, static), static.ongoing.merge
+    rows = gather_layer_entries(layer, static)
+    merge = static.ongoing.merge
     if merge is None or merge.compared_tensors:
         return rows
     mass = _rescore_entries(layer, _undo_transform(rows, layer), static, shaping, norms_of)[1]
@@ -437,7 +447,8 @@ def gather_candidates(
     rows = gather_layer_entries(layer, static)
     ongoing = static.ongoing
     window = static.spec.sliding_window
-    pos, segments = rows.positions, layer.layer_segments
+    pos = rows.positions
+    segments = layer.layer_segments
     assert pos is not None
     candidates = Candidates(
         scores=None,
@@ -468,10 +479,13 @@ def _rescore_entries(
     norms_of: Norms,
 ) -> tuple[Array, Array]:
     """Return two arrays `f32[B, K, S]`, new scores and attention mass, from a scorer and a layer's query buffer."""
-    segments, scorer, centre = layer.layer_segments, static.scorer, layer.key_centre
+    segments = layer.layer_segments
+    scorer = static.scorer
+    centre = layer.key_centre
     k = rows.k
     batch, heads = segments.length.shape
-    needs, extras = scorer.needs, ExtraInputs()
+    needs = scorer.needs
+    extras = ExtraInputs()
     window = needs.queries
     if needs.norms:
         extras["norms"], extras["norm_totals"] = _sum_value_norms(norms_of, rows, static.axes)

@@ -107,7 +107,8 @@ def _slice_window(
 ) -> tuple[UnpackedEntries, Candidates]:
     """Compiled: return copies of each sequence's last `window` entries, and `Candidates` that keep all of them."""
     index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-    shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
+    shape = (*rows.k.shape[:2], window)
+    at = jnp.maximum(index, 0)
     k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
     inside, positions = (jnp.broadcast_to(each[:, None], shape) for each in (index >= 0, at))
     cut = dataclasses.replace(
@@ -192,7 +193,8 @@ def _choose(
     axes: ShardingMesh | None,
 ) -> EntrySelection:
     """Compiled: select entries of scored layers; return `EntrySelection`: a keep mask per layer, overflow counts."""
-    budgets, layer = remove_score_threshold(heads), _join_layers(layers)
+    budgets = remove_score_threshold(heads)
+    layer = _join_layers(layers)
     local = layer.inside
     # Heads that compete need the scores of all devices.
     over = None if budgets.selection_order is SelectionOrder.OWN else axes

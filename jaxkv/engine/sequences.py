@@ -65,7 +65,8 @@ def create_sequences(
         ValueError: for a cache without logits.
         TypeError: for a custom sampler.
     """
-    logits, batch = cache.logits, cache.seen.shape[0]
+    logits = cache.logits
+    batch = cache.seen.shape[0]
     if logits is None:
         raise build_value_error("cache", "without logits", "give a cache from prefill or extend")
     sampling_state = SamplingState(

@@ -151,7 +151,8 @@ class Session:
         Raises:
             ValueError: for a budget that the policy does not support.
         """
-        params, axes = self.params, self.params.axes
+        params = self.params
+        axes = self.params.axes
         plan = plan_prefill(
             params.config,
             self.policy,
@@ -227,7 +228,8 @@ class Session:
         """
         with use_package_jax_settings():
             self._require_same_arguments("prefill", ids, new=new, needed=needed, key=key)
-            encoded, params = self.tokenize_prompts(ids), self.params
+            encoded = self.tokenize_prompts(ids)
+            params = self.params
             self._require_valid_request(encoded.prompt_lengths, new)
             needed = self.plan(encoded.prompt_lengths, new) if needed is None else needed
             copies = count_padding_sequences(len(encoded.ids), params.axes)
@@ -296,9 +298,11 @@ class Session:
             if chunk is None
             else validate_int("chunk", chunk, "give chunks of at least 1 token")
         )
-        encoded, flat = self.tokenize_prompts(ids, cache), self.params.flat_decoder
+        encoded = self.tokenize_prompts(ids, cache)
+        flat = self.params.flat_decoder
         self._require_valid_request(encoded.prompt_lengths, new, cache)
-        batch, longest = len(encoded.ids), int(encoded.prompt_lengths.max())
+        batch = len(encoded.ids)
+        longest = int(encoded.prompt_lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.compute_layer_headroom().min() < longest:
                 cache = fork_cache(cache, batch, max(SHORT, longest), new)
@@ -435,7 +439,8 @@ class Session:
         )
         remedy = "give a cache from a session's prefill, extend or sample"
         require(cache.logits is not None, "cache", "without logits", remedy)
-        flat, key = self.params.flat_decoder, self.resolve_key(key)
+        flat = self.params.flat_decoder
+        key = self.resolve_key(key)
         with self.clocks.decode:
             cache = prepare_cache_for_decoding(flat, cache, new, key=key)
             return DecodeLoop(

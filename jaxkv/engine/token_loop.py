@@ -212,7 +212,8 @@ def decode(
     while ran < int(steps) and ended.sum() <= idle:
         cache, sampling_state, new = step(cache, sampling_state, loader=loader)
         # Copy to the host only now, while the device runs the step.
-        out[:, ran], ended = copy_to_host(new.shown), copy_to_host(new.done)
+        out[:, ran] = copy_to_host(new.shown)
+        ended = copy_to_host(new.done)
         logprobs.append(new.logprobs)
         ran += 1
     found = jnp.asarray(out), jnp.int32(ran), concatenate_logprobs(logprobs)

@@ -138,7 +138,8 @@ class BenchmarkTask(QuestionTask):
             re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], text)
             for text in part["prompt"].split("{context}")
         )
-        new, raw = self.new_tokens or part["new_tokens"], part.get("raw", False)
+        new = self.new_tokens or part["new_tokens"]
+        raw = part.get("raw", False)
         context, question, length = _truncate_prompt(
             params, before + row["context"], after, new_tokens=new, longest=self.longest, raw=raw
         )
@@ -179,7 +180,8 @@ def _truncate_prompt(
     if len(ids) <= longest:
         return before, after, len(ids)
     half = longest // 2
-    head, tail = text.decode(ids[:half]), text.decode(ids[-half:])
+    head = text.decode(ids[:half])
+    tail = text.decode(ids[-half:])
     cut = max(len(tail) - len(after), 0)
     return head + tail[:cut], tail[cut:], 2 * half
 
@@ -202,7 +204,9 @@ class LongBench(BenchmarkTask):
     """
 
     benchmark = "longbench"
-    repo, file, member = "THUDM/LongBench", "data.zip", "data/{name}.jsonl"
+    repo = "THUDM/LongBench"
+    file = "data.zip"
+    member = "data/{name}.jsonl"
 
 
 @task("infinitebench")
@@ -223,7 +227,8 @@ class InfiniteBench(BenchmarkTask):
     """
 
     benchmark = "infinitebench"
-    repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
+    repo = "xinrongzhang2022/InfiniteBench"
+    file = "{name}.jsonl"
 
     def extract_template_fields(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
         """Return a row's texts by placeholder: question, options if any, code_run's function, math_find's prefix."""
@@ -240,7 +245,8 @@ class InfiniteBench(BenchmarkTask):
 
     def extract_answers(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Return a row's answers as texts: numbers as JSON, choices as text and letter; some parts: the first only."""
-        right, part = row["answer"], load_benchmark_table(self.benchmark)[name]
+        right = row["answer"]
+        part = load_benchmark_table(self.benchmark)[name]
         several = right if isinstance(right, list) else [right]
         if part.get("choice") and len(several) != 2:
             several = [several[0], metrics.LETTERS[row["options"].index(several[0])]]

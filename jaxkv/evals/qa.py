@@ -65,7 +65,8 @@ class DocumentQuestionsTask(QuestionTask):
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make a sample per question of the first `count` documents (0: all); ValueError if one exceeds positions."""
         before, between, after = re.split(r"\{document\}|\{question\}", self.prompt)
-        made, most = [], params.config.max_positions
+        made = []
+        most = params.config.max_positions
         for name, text, questions in _read_documents(self.data, self.count):
             for number, asked in enumerate(questions):
                 tags = {"document": name, **({"choices": asked.choices} if asked.choices else {})}
@@ -108,7 +109,8 @@ def _read_documents(data: str, count: int) -> list[tuple[str, str, list[_ParsedQ
     found = []
     for number, row in enumerate(read_json_lines(path, (), count)):
         where = f"{data}, row {number + 1}"
-        given, group = row.get("questions", [row]), row.get("group", "questions")
+        given = row.get("questions", [row])
+        group = row.get("group", "questions")
         fits = isinstance(given, list) and bool(given) and all(isinstance(x, dict) for x in given)
         require(fits, "data", where, f'it has no list of "questions": use {_FORM}')
         questions = [_parse_question({"group": group, **each}, where) for each in given]

@@ -284,7 +284,8 @@ def compute_confidence_interval(
     """
     from scipy import stats  # imported here, because it takes longer than all of jaxkv's own files
 
-    n, mean = len(scores), float(scores.mean())
+    n = len(scores)
+    mean = float(scores.mean())
     if bounds and (scores == mean).all():
         # None of n samples differs: others may differ by the maximum, in Wilson's upper share of cases.
         most = float(stats.binomtest(0, n).proportion_ci(method="wilson").high)
@@ -350,7 +351,8 @@ class Evaluation:
             TypeError: for a folder that is not a path.
         """
         found = [_read_results(folder, "folder") for folder in folders]
-        run, records = found[0][0], dict[tuple[str, str], SampleRecord]()
+        run = found[0][0]
+        records = dict[tuple[str, str], SampleRecord]()
         for folder, (other, lines) in zip(folders, found, strict=True):
             wrong = _describe_differences(run, other, but=_OWN)
             require(
@@ -477,7 +479,8 @@ class Evaluation:
         require(bool(ones), "second", second, f"no sample in common with {first}: use another row")
         apart = np.asarray([record.score - others[record.id] for record in ones])
         mean, low, high = _average_groups(ones, apart, (-1, 1) if self.run.unit == "%" else None)
-        above, below = int((apart > 0).sum()), int((apart < 0).sum())
+        above = int((apart > 0).sum())
+        below = int((apart < 0).sum())
         return ScoreDifference(
             mean=mean, low=low, high=high, above=above, below=below, n=len(apart)
         )

@@ -63,11 +63,13 @@ from jaxkv.models.decoder import EmbeddingAndHead
 from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
 
-FORMAT, VERSION = "jaxkv export", 5
+FORMAT = "jaxkv export"
+VERSION = 5
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # Days for which JAX guarantees that later and earlier versions read an export:
 # https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
-_BACKWARD, _FORWARD = 180, 21
+_BACKWARD = 180
+_FORWARD = 21
 _CUSTOM_CALLS = (
     "attention by Pallas kernels is a custom call: neither StableHLO nor JAX guarantees that another version accepts "
     "it: run it with the same jax and jaxlib"
@@ -248,8 +250,10 @@ def _list_parameter_names(module: Any, prefix: str) -> tuple[str, ...]:
 
 def _write_programs(part: Path, job: _ExportJob) -> _Made:
     """Write the programs of every bucket, platform and batch into `part`; return manifest entries and budget tables."""
-    entries, tables = list[dict[str, Any]](), dict[int, BudgetTable]()
-    parts, config = job.policy.composed, job.params.config
+    entries = list[dict[str, Any]]()
+    tables = dict[int, BudgetTable]()
+    parts = job.policy.composed
+    config = job.params.config
     (part / "programs").mkdir()
     for padded_len in job.padded_len:
         known = tables[padded_len] = tabulate_budgets(parts, config.sliding_windows, padded_len)
@@ -266,7 +270,8 @@ def _serialise_bucket(
     job: _ExportJob, known: BudgetTable, padded_len: int, platform: str, batch: int
 ) -> Iterator[tuple[str, SerialisedProgram]]:
     """Yield pairs (kind, `SerialisedProgram`) for all programs of one bucket, platform and batch size."""
-    flat, limits = job.params.flat_decoder, job.limits
+    flat = job.params.flat_decoder
+    limits = job.limits
     spec = create_bucket_spec(
         flat, job.policy, known, limits, platform=platform, implementation=job.implementation
     )
@@ -322,7 +327,8 @@ def _write_remaining_files(part: Path, job: _ExportJob, made: _Made, weights: bo
     entries, tables = made
     manifest = _build_manifest(part, job, entries)
     if weights:
-        names, flat = job.parameter_names, job.params.flat_decoder
+        names = job.parameter_names
+        flat = job.params.flat_decoder
         leaves = dict(zip(names.ends, flat.ends, strict=True))
         for of_block, block in zip(names.blocks, flat.blocks, strict=True):
             leaves |= dict(zip(of_block, block, strict=True))
@@ -339,8 +345,11 @@ def _write_remaining_files(part: Path, job: _ExportJob, made: _Made, weights: bo
 
 def _build_manifest(part: Path, job: _ExportJob, entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest as a dict of JSON values; the caller adds weights, budget tables and tokenizer later."""
-    params, names, parts = job.params, job.parameter_names, job.policy.composed
-    config, axes = params.config, params.axes
+    params = job.params
+    names = job.parameter_names
+    parts = job.policy.composed
+    config = params.config
+    axes = params.axes
     data = (part / "programs" / entries[0]["file"]).read_bytes()
     today = datetime.date.today()
     unstable = bool(get_attention_backend(job.implementation).can.custom_calls)
@@ -409,7 +418,8 @@ def _write_tokenizer(part: Path, params: LanguageModel) -> dict[str, Any] | None
     """Write `tokenizer.json` into `part`; return its manifest entry with the chat turns; None without a tokenizer."""
     if params.text is None:
         return None
-    text, turns = params.text, None
+    text = params.text
+    turns = None
     if text.has_template:
         try:
             turns = text.export_turn_texts()

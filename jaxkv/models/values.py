@@ -195,7 +195,8 @@ def compute_channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tu
         D indices; 0 to D - 1 if the orders are equal.
     """
     dim = count_rotated_channels(rope, head_dim)
-    rotated, rest = list(range(dim)), list(range(dim, head_dim))
+    rotated = list(range(dim))
+    rest = list(range(dim, head_dim))
     first, second = (
         (rotated[::2], rotated[1::2]) if interleaved else (rotated[: dim // 2], rotated[dim // 2 :])
     )

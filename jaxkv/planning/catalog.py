@@ -27,7 +27,8 @@ from jaxkv.models.values import Rope, YarnRope
 from jaxkv.policies.reads import list_full_attention_layers
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
-_FILTERS, _OF = (2, 8, 18), 32
+_FILTERS = (2, 8, 18)
+_OF = 32
 # Unsupported model types with the weights and the cache of a Llama of the same sizes.
 _LIKE_LLAMA = (
     "ernie4_5",
@@ -92,7 +93,8 @@ def catalog() -> dict[str, CatalogModel]:
         if file.name.endswith(".json"):
             given = json.loads(file.read_text("utf-8"))
             name = file.name.removesuffix(".json")
-            raw, aliases = given.pop("config"), tuple(given.pop("aliases"))
+            raw = given.pop("config")
+            aliases = tuple(given.pop("aliases"))
             found[name] = CatalogModel(name=name, raw=raw, aliases=aliases, **given)
     return found
 
@@ -132,11 +134,13 @@ def apply_rope_scaling(known: KnownModel, given: str | None) -> KnownModel:
     """Return a `KnownModel` with plain RoPE extended by YaRN (`yarn:4`: 4 times the positions); unchanged for None."""
     if given is None:
         return known
-    config, (kind, _, times) = known.config, given.partition(":")
+    config = known.config
+    kind, _, times = given.partition(":")
     remedy = "not supported: use yarn and a factor, such as yarn:4, for a model without a scaling of its own"
     fits = kind == "yarn" and times.isdecimal() and type(config.rope) is Rope and not config.kinds
     require(fits, "rope_scaling", given, remedy)
-    factor, limit = validate_int("rope_scaling", int(times)), config.max_positions
+    factor = validate_int("rope_scaling", int(times))
+    limit = config.max_positions
     rope = YarnRope(
         theta=config.rope.theta,
         share=config.rope.share,

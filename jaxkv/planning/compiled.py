@@ -182,7 +182,8 @@ def _compile_in_child_process(given: bytes, folder: Path, setting: Workload) -> 
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "JAX_PLATFORMS": "cpu",
         }
-    result, said = folder / "result.pickle", folder / "said.txt"
+    result = folder / "result.pickle"
+    said = folder / "said.txt"
     with said.open("wb") as log:
         command = [sys.executable, "-c", _CHILD]
         given += pickle.dumps(result)

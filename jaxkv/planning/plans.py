@@ -19,10 +19,12 @@ def format_gigabytes(size: int) -> str:
 
 def format_policy(policy: Policy) -> str:
     """Return a policy as short text: its class, its budget and its other non-default fields."""
-    shown, inner = format_non_default_fields(policy), policy
+    shown = format_non_default_fields(policy)
+    inner = policy
     while isinstance(below := getattr(inner, "base_policy", None), Policy):
         inner = below
-    budget, name = inner.composed.budget, type(inner).__name__
+    budget = inner.composed.budget
+    name = type(inner).__name__
     if budget is None or "budget=" in shown:
         return shown
     if f"{name}(" not in shown:
@@ -142,8 +144,10 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a report as `jaxkv plan` prints it: memory, fit, limits, remedies, speed, slots, notes, compiler."""
-        setting, sizes = self.setting, self.sizes
-        memory, word = format_gigabytes(setting.gpu.memory), setting.gpu.word
+        setting = self.setting
+        sizes = self.sizes
+        memory = format_gigabytes(setting.gpu.memory)
+        word = setting.gpu.word
         rows = f"{sizes.kept:,.0f} of {setting.context:,} entries per kv head"
         lines = [
             format_plan_title(setting),
@@ -198,7 +202,8 @@ class Plan:
 
     def format_compiled_figures(self) -> list[str]:
         """List lines of XLA's figures, and how much the arithmetic deviates from them; none if not compiled."""
-        compiled, weights = self.compiled, self.sizes.weights
+        compiled = self.compiled
+        weights = self.sizes.weights
         if compiled is None:
             return []
         lines = ["", str(compiled)]
@@ -215,7 +220,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict of JSON values: workload, bytes, fit, remedies, speeds, notes; if set, `served`, `compiled`."""
-        setting, sizes = self.setting, self.sizes
+        setting = self.setting
+        sizes = self.sizes
         asked = ("model", "gpus", "batch", "context", "new", "questions", "dtype")
         found: dict[str, Any] = {
             **{name: getattr(setting, name) for name in asked},

@@ -84,7 +84,8 @@ class Workload:
     @property
     def prefill_implementation(self) -> Implementation:
         """`Implementation` of attention in prefill: Pallas kernels on GPUs, elsewhere what AUTO chooses."""
-        platform, dtype = self.gpu.platform, jnp.dtype(self.dtype)
+        platform = self.gpu.platform
+        dtype = jnp.dtype(self.dtype)
         if platform == "cuda":
             return Implementation.PALLAS
         dim = self.config.head_dim

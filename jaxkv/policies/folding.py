@@ -29,7 +29,8 @@ from jaxkv.sharding.collectives import (
 from jaxkv.sharding.mesh import ShardingMesh
 
 # Evicted entries, and kept entries, compared at a time.
-_DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
+_DROPPED_BLOCK = 256
+_KEPT_BLOCK = 512
 
 
 class MergeMetric(enum.Enum):
@@ -275,7 +276,8 @@ class Merge(Merger):
     ) -> Array:
         """Return keys or values `[B, K, S, D]`, entries of the mask `joins` averaged into their nearest kept ones."""
         add, divide, own = self.compute_merge_weights(similarity)
-        add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
+        add = jnp.where(joins, add, 0.0)
+        divide = jnp.where(joins, divide, 0.0)
 
         @jax.vmap
         @jax.vmap
@@ -305,7 +307,8 @@ def find_nearest_kept(
     least one. Entries that are not evicted get 0 and 0. Ties go to the lowest index.
     """
     batch, heads, padded_len, dim = rows.shape
-    take, across = min(_DROPPED_BLOCK, padded_len), min(_KEPT_BLOCK, padded_len)
+    take = min(_DROPPED_BLOCK, padded_len)
+    across = min(_KEPT_BLOCK, padded_len)
     index = jnp.arange(padded_len, dtype=jnp.int32)
 
     def head(inputs):
@@ -427,7 +430,8 @@ class ValueMerge(Merger):
         samples: Float[Array, " S"],
     ):
         """Return values `[S, D]` of a kv head after each adds a sampled or expected share to the next `window` ones."""
-        padded_len, window = v.shape[0], self.window
+        padded_len = v.shape[0]
+        window = self.window
         index = jnp.arange(padded_len, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)
         begin = -(-(length * share.numerator) // share.denominator)

@@ -22,7 +22,8 @@ from jaxkv.policies.topk import compute_candidate_sort_keys, count_true, mask_so
 
 # The largest capacity: more than the number of devices that hold a layer's kv heads.
 _UNLIMITED = 1000.0
-_LARGEST, _LEAST_SCORE = 1e30, "give the lowest score of a kept entry"
+_LARGEST = 1e30
+_LEAST_SCORE = "give the lowest score of a kept entry"
 # Python ints, or numpy or JAX arrays.
 Numbers = TypeVar("Numbers", int, Array)
 
@@ -226,7 +227,8 @@ class AdaptiveHeads(_CompetingHeads):
     ) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
         """Return ints `[B, K]`, (1 - alpha) * won + alpha * base rounded down, and the remainders' int numerators."""
         share = Fraction(self.alpha).limit_denominator(1000)
-        den, num = share.denominator, share.numerator
+        den = share.denominator
+        num = share.numerator
         # Dividing by the denominator first is exact in int32 at any length.
         base = base[:, None]
         rest = (den - num) * (won % den) + num * (base % den)
@@ -361,7 +363,9 @@ class TwoStageHeads(HeadBudgetsWrapper):
         self, rows: ScoredEntries, each: Int[Array, "B K"]
     ) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]` of `each` entries per head: share `first` by score, the rest by score * norm."""
-        scores, candidates, always_kept = rows.scores, rows.candidates, rows.always_kept[:, None]
+        scores = rows.scores
+        candidates = rows.candidates
+        always_kept = rows.always_kept[:, None]
         assert rows.norms is not None
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
         safe = jnp.clip(_multiply_by_fraction(share, each + always_kept) - always_kept, 0, each)
@@ -475,7 +479,8 @@ def multiply_rounding_down(capacity: float, even: Numbers) -> Numbers:
 def _multiply_by_fraction(share: Fraction, rows: Numbers) -> Numbers:
     """Return `share * rows` rounded down; exact in int32 whenever the result fits."""
     # Dividing by the denominator first is exact in int32 at any length.
-    part, rest = rows // share.denominator, rows % share.denominator
+    part = rows // share.denominator
+    rest = rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator
 
 

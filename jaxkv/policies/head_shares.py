@@ -104,7 +104,8 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]` of each head's best candidates: its share of layer entries, or all it has."""
-        shares, heads = self.compute_head_shares(), rows.scores.shape[1]
+        shares = self.compute_head_shares()
+        heads = rows.scores.shape[1]
         self.require_model_sizes(heads=heads)
         each = (
             shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300
@@ -119,7 +120,8 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         more = mask_top_k(
             (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - each.sum(axis=-1, dtype=jnp.int32)
         )
-        each, keys = each + more.astype(jnp.int32), rows.sort_keys
+        each = each + more.astype(jnp.int32)
+        keys = rows.sort_keys
         return mask_top_k(keys, jnp.minimum(each, count_true(keys > 0)))
 
 

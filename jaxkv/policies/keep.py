@@ -73,7 +73,8 @@ class Keep:
         order = xp.argsort(first, axis=0, stable=True)
         first, last = (xp.take_along_axis(edge, order, axis=0) for edge in (first, last))
         # Spans may overlap: each counts from the largest end of earlier spans.
-        ended, count = last[0], last[0]
+        ended = last[0]
+        count = last[0]
         for begin, end in zip(first[1:], last[1:], strict=True):
             count = count + xp.maximum(end - xp.maximum(begin, ended), 0)
             ended = xp.maximum(ended, end)

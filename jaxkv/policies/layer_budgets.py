@@ -175,14 +175,16 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
     `total` is between 0 and L * most; ties of remainders go to the lowest layer.
     """
     xp = select_array_module(values, total, most)
-    total, most = xp.asarray(total, xp.int64), xp.asarray(most, xp.int64)
+    total = xp.asarray(total, xp.int64)
+    most = xp.asarray(most, xp.int64)
     values, sums, ends = (xp.asarray(each, xp.float64) for each in (values, total, most))
 
     def shifted(shift: Reals) -> Reals:
         return xp.clip(values + shift, 0.0, ends)
 
     # The sum of clipped values does not decrease with the shift: bisection finds the shift.
-    low, high = -values.max(axis=0) - 1.0, ends - values.min(axis=0) + 1.0
+    low = -values.max(axis=0) - 1.0
+    high = ends - values.min(axis=0) + 1.0
     high = bisect_elementwise(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
     return round_by_largest_remainder(shifted(high), total, most)
 
@@ -264,7 +266,8 @@ class _ExactPyramid(_PyramidSchedule):
 
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by the schedule."""
-        xp, layers = of.array_module, of.layers
+        xp = of.array_module
+        layers = of.layers
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
         shape = self.compute_relative_entries(of.mean_entries_to_choose.astype(xp.float64), depth)
         return of.divide_by_shares(shape / xp.maximum(shape.sum(axis=0), 1e-300))
@@ -355,7 +358,8 @@ class WeightedLayers(LayerBudgets):
 
     def _compute_layer_shares(self, weights: Any) -> Reals:
         """Return each layer's share `[L, N]` of entries by `compute_proportions`; even shares if all are 0."""
-        xp, parts = select_array_module(weights), self.compute_proportions(weights)
+        xp = select_array_module(weights)
+        parts = self.compute_proportions(weights)
         total = parts.sum(axis=0)
         return xp.where(total > 0, parts / xp.where(total > 0, total, 1.0), 1 / len(parts))
 

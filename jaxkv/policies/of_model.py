@@ -38,7 +38,8 @@ class ModelSpecificValue:
         """Raise ValueError unless the value fits the named model sizes (`layers=32`); sizes it lacks are ignored."""
         for name, size in of_model.items():
             if hasattr(self, name):
-                own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
+                own = getattr(self, name)
+                remedy = f"the model has {size}: give {self.wanted}"
                 require(self.accepts_model_size(name, size), self.of_field, f"{name}={own}", remedy)
 
     def require_fits_model(self, config: ModelConfig) -> None:

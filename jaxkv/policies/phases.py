@@ -75,7 +75,9 @@ class Select:
 
     def _check_entry_count(self) -> None:
         """Raise ValueError for selection fields that exclude one another, or a budget below sinks + window."""
-        budget, layers, heads = self.budget, self.layers, self.heads
+        budget = self.budget
+        layers = self.layers
+        heads = self.heads
         remedy = "give entries per head or a ratio; FullKV keeps every entry"
         if layers.sets_entry_count:
             remedy = f"{layers} sets the number of kept entries: leave it out"
@@ -83,7 +85,8 @@ class Select:
         remedy = "head budgets with limits are layer budgets, too: give the same value as layers"
         require(heads.get_segment_limits() is None or layers == heads, "heads", heads, remedy)
         if isinstance(budget, EntryBudget):
-            first, last = self.keep.sinks, self.keep.window
+            first = self.keep.sinks
+            last = self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
             require(budget.value >= first + last, "budget", budget, remedy)
         remedy = f"layer budgets by last queries need a scorer with queries, not {self.scorer}: "
@@ -163,7 +166,8 @@ class Recompress:
 
     def require_fits_selection(self, select: Select) -> None:
         """Raise ValueError if, to recompress, the selection's scorer needs inputs that no cache holds."""
-        scorer, anew = select.scorer, isinstance(self.rank, ByNewScores)
+        scorer = select.scorer
+        anew = isinstance(self.rank, ByNewScores)
         needs = scorer.needs
         once = anew and bool(needs.replay or needs.gate or scorer.has_first_stage)
         remedy = f"{scorer} needs inputs of the prompt that no cache holds: leave it out"

@@ -111,7 +111,8 @@ class LayerReadConfig:
         """
         if not any(sliding_windows):
             return self
-        index, sources = list_full_attention_layers(sliding_windows), [WHOLE] * len(sliding_windows)
+        index = list_full_attention_layers(sliding_windows)
+        sources = [WHOLE] * len(sliding_windows)
         for layer, source in zip(index, self.sources, strict=True):
             sources[layer] = source if source == WHOLE else index[source]
         filters, offloaded = (
@@ -319,14 +320,16 @@ class FilteredReads(AttentionReads):
         validate_optional_field(
             self, "prefill_ratio", validate_float, remedy, high=1e9, open_low=True
         )
-        generated, offload = self.include_generated, self.offload
+        generated = self.include_generated
+        offload = self.offload
         remedy = "entries after the prompt are on the device and always used: leave one out"
         require(not (generated and offload), "include_generated", generated, remedy)
         self._check_mem_or_budget()
 
     def _check_mem_or_budget(self) -> None:
         """Raise ValueError unless at most one of `mem` and the budget is given; store the checked or default budget."""
-        mem, budget = self.mem, self.budget
+        mem = self.mem
+        budget = self.budget
         remedy = f"it determines the budget, and budget={budget!r} is set: give one of them"
         require(None in (mem, budget), "mem", mem, remedy)
         remedy = "give the share of the cache on the device, in (0, 1]"
@@ -365,12 +368,14 @@ class FilteredReads(AttentionReads):
         Raises:
             ValueError: naming `filter_layers` or `mem`.
         """
-        filters, sliding_windows = self._required_filter_layers, config.sliding_windows
+        filters = self._required_filter_layers
+        sliding_windows = config.sliding_windows
         index = list_full_attention_layers(sliding_windows)
         named = ", ".join(map(str, index))
         remedy = f"only layers {named} of this model attend to the whole prompt: choose among them"
         require(set(filters) <= set(index), "filter_layers", filters, remedy)
-        mine, layers = self.restrict_to_full_attention(sliding_windows), len(index)
+        mine = self.restrict_to_full_attention(sliding_windows)
+        layers = len(index)
         remedy = "no layer is left to use their choice: all that attend to the whole prompt use every entry, with "
         remedy += f"adjacent={self.adjacent}: {named}"
         require(len(mine.list_unfiltered_layers(layers)) < layers, "filter_layers", filters, remedy)
@@ -451,7 +456,8 @@ class FilteredReads(AttentionReads):
         self, layers: int, padded_len: int, *, every_entry: bool
     ) -> LayerReadConfig:
         """Return `LayerReadConfig`: filter layers, the layers that use their choices, and offloaded layers."""
-        filters, whole = self._required_filter_layers, self.list_unfiltered_layers(layers)
+        filters = self._required_filter_layers
+        whole = self.list_unfiltered_layers(layers)
         return LayerReadConfig(
             filters=filters,
             sources=map_layers_to_filters(filters, self.adjacent, layers),

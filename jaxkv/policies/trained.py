@@ -145,7 +145,8 @@ class FastKVzipGate(Gate):
         self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]
     ) -> Float[Array, "B K S"]:
         """Return scores `[B, K, S]` in [0, 1]: the own key's softmax share among base keys, mean over query maps."""
-        x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
+        x = hidden.astype(jnp.float32)
+        divisor = weights.base.shape[2] ** 0.5
         q = exact_einsum("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
         q = _apply_rms_norm(q, weights.q_norm)
         k = _apply_rms_norm(exact_einsum("bse,kce->bksc", x, weights.k), weights.k_norm)

@@ -111,7 +111,8 @@ def _compute_expected_logits(
     k: Float[Array, "B K S D"], moments: QueryMoments
 ) -> Float[Array, "B K G S"]:
     """Return log E[exp(q.k / sqrt(D))] `[B, K, G, S]` for normal queries q; without covariance, mean query's logits."""
-    (batch, heads, padded_len, dim), group = k.shape, moments.mean.shape[2]
+    batch, heads, padded_len, dim = k.shape
+    group = moments.mean.shape[2]
     size = min(_BLOCK, padded_len)
     padded = jnp.pad(k, ((0, 0), (0, 0), (0, -padded_len % size), (0, 0)))
 
@@ -172,7 +173,8 @@ class WorstAttention(Scorer):
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: largest pooled window attention, at least its mean, times value norm shares."""
-        pool, index = AvgPool(self.kernel), seen.entry_positions
+        pool = AvgPool(self.kernel)
+        index = seen.entry_positions
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             before = index < position[-1] + 1 - self.window
@@ -195,7 +197,8 @@ class WorstAttention(Scorer):
 
     def rank_first_stage(self, seen: ScorerInputs) -> Int[Array, "B K S"]:
         """Return int32 ranks `[B, K, S]` of the first stage's entries, 0 for most attention; S for other entries."""
-        padded_len, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
+        padded_len = seen.k.shape[2]
+        before = (seen.length - self.window)[:, None, None]
         column = seen.entry_positions
         mean = seen.reduce_window_attention(lambda p, at: average_over_queries(p, at).mean(axis=0))
         paid = average_over_devices(mean, "G", seen.group_axes)
@@ -203,10 +206,12 @@ class WorstAttention(Scorer):
         total = paid.sum(axis=-1, keepdims=True)
         order = jnp.argsort(jnp.where(column < before, -paid, jnp.inf), axis=-1, stable=True)
         if self.stage == "mass":
-            wanted, reached = total - 0.1, 1
+            wanted = total - 0.1
+            reached = 1
         else:
             near = jnp.where(column >= before - self.window, paid, 0.0).sum(axis=-1).mean(axis=1)
-            wanted, reached = 0.9 - average_over_devices(near, "K", seen.axes)[:, None, None], 0
+            wanted = 0.9 - average_over_devices(near, "K", seen.axes)[:, None, None]
+            reached = 0
             paid = paid / jnp.where(total > 0, total, 1.0)
         sums = jnp.cumsum(jnp.take_along_axis(paid, order, axis=-1), axis=-1)
         short = (sums < wanted).sum(axis=-1, keepdims=True, dtype=jnp.int32)

@@ -97,7 +97,8 @@ class VarianceLayers(LayerBudgets):
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K G"]:
         """Return, for each query head `[B, K, G]`, the variance over keys of the attention that keys receive."""
-        sums, length = seen.sums, seen.length
+        sums = seen.sums
+        length = seen.length
         batch, heads, group, padded_len = sums.shape
         received = sums.reshape(batch, heads * group, padded_len)
         inside = seen.mask_entries_between()
@@ -110,7 +111,8 @@ class VarianceLayers(LayerBudgets):
         """Return a layer's statistic F `[B]`: its heads' mean variance; HEADNORM scales variances to [0, 1] first."""
         variance = heads
         if self.statistic is VarianceWeighting.HEADNORM:
-            least, most = variance.min(axis=-1, keepdims=True), variance.max(axis=-1, keepdims=True)
+            least = variance.min(axis=-1, keepdims=True)
+            most = variance.max(axis=-1, keepdims=True)
             variance = (variance - least) / (most - least + 1e-6)
         return variance.mean(axis=-1)
 
@@ -266,7 +268,8 @@ class OfficialVarianceLayers(VarianceLayers):
         Returns:
             Both tables, truncated; they sum to the prompt's length in layers that evict nothing.
         """
-        xp, layers = select_array_module(stat), len(stat)
+        xp = select_array_module(stat)
+        layers = len(stat)
         rho = budget.astype(xp.float64) / xp.maximum(1, length).astype(xp.float64)
         layer_weights = xp.exp(-(stat - stat.min(axis=0)))
         ratio = xp.clip(layer_weights / layer_weights.sum(axis=0) * layers * rho, 0.01, 1.0)

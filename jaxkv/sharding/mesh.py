@@ -84,7 +84,8 @@ class ShardingMesh:
 
 def _unpickle_mesh(platform: str, ids: list[Any]) -> ShardingMesh:
     """Return the `ShardingMesh` of a platform and device ids from a pickle; ValueError if a device is missing."""
-    there, names = {device.id: device for device in jax.devices(platform)}, np.asarray(ids)
+    there = {device.id: device for device in jax.devices(platform)}
+    names = np.asarray(ids)
     gone = sorted(set(names.ravel().tolist()) - set(there))
     remedy = (
         f"this process has {len(there)} of {platform}: save the cache, and load it with "

@@ -49,7 +49,8 @@ def choose_product_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 def lay_out_scales(leaf: jax.Array) -> jax.Array:
     """Convert scales `[B, P]` to float32 lines `[B, n, 128]`; unless 128 divides P, add a copy of the last chunk's."""
-    wide, rows = leaf.astype(jnp.float32), leaf.shape[1]
+    wide = leaf.astype(jnp.float32)
+    rows = leaf.shape[1]
     if rows % LANES:
         whole = lambda part: jnp.pad(part, ((0, 0), (0, -part.shape[1] % LANES)))  # noqa: E731
         wide = jnp.concatenate([whole(wide), whole(wide[:, rows - min(CHUNK, rows) :])], axis=1)
@@ -61,15 +62,18 @@ def append_entry_scales(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.
 
     Of an entry, line 0 is dequantised, as later steps read it, and line 1 has its codes.
     """
-    (codes, scales), (code, scale) = pool, new
-    batch, wide = jnp.arange(len(codes), dtype=jnp.int32)[:, None], code.astype(jnp.float32)
+    codes, scales = pool
+    code, scale = new
+    batch = jnp.arange(len(codes), dtype=jnp.int32)[:, None]
+    wide = code.astype(jnp.float32)
     put = scales.at[batch, end].set(scale, mode="drop", unique_indices=True)
     return (codes, put), jnp.stack([wide * scale.astype(jnp.float32)[..., None], wide], axis=2)
 
 
 def load_block_scales(scales: Any, copies: BlockCopyRing, b: Any, h: Any, index: Any) -> jax.Array:
     """Return the scales of the rows of a segment's block `index`, `f32[1, rows]`, inside the kernel."""
-    last, parts = copies.rows - copies.chunk, []
+    last = copies.rows - copies.chunk
+    parts = []
     behind = last if copies.rows % LANES == 0 else -(-copies.rows // LANES) * LANES
     for number in range(copies.size // copies.chunk):
         begin = copies.find_first_row(b, h) + index * copies.size + number * copies.chunk

@@ -140,15 +140,19 @@ def _call_decode_kernel(q, new, k, v, tables, softcap, interpret):
     """Call the TPU decode kernel, to append `new` and attend or only to attend; return output, lse, written pools."""
     batch, heads, rows, dim = q.shape
     padded = -(-rows // _SUBLANES) * _SUBLANES
-    coded, beside = isinstance(k, tuple), ()
+    coded = isinstance(k, tuple)
+    beside = ()
     if coded:
-        beside, (k, v) = (codes.lay_out_scales(k[1]), codes.lay_out_scales(v[1])), (k[0], v[0])
+        beside = (codes.lay_out_scales(k[1]), codes.lay_out_scales(v[1]))
+        k = k[0]
+        v = v[0]
     scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(
         codes.choose_product_dtype(q.dtype) if coded else k.dtype
     )
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     chunk = min(CHUNK, k.shape[1])
-    appends, size = bool(new), (codes.CODED_BLOCK if coded else BLOCK) // CHUNK * chunk
+    appends = bool(new)
+    size = (codes.CODED_BLOCK if coded else BLOCK) // CHUNK * chunk
     one, all_heads = (lambda b, h: (b, h, 0, 0)), (lambda b, h: (b, 0, 0, 0))
     token = [tpu.make_block_spec((1, heads, *each.shape[2:]), all_heads) for each in new]
     scales = [tpu.make_block_spec((1, *each.shape[1:]), lambda b, h: (b, 0, 0)) for each in beside]
@@ -215,7 +219,8 @@ def _decode_kernel(*refs, appends, coded, chunk, softcap):
     k_hbm, v_hbm, out_ref, lse_ref, *refs = refs
     pools, refs = (refs[:2], refs[2:]) if appends else ((), refs)
     kbuf, vbuf, arrived, numbers, *tiles = refs
-    b, h = tpu.program_id(0), tpu.program_id(1)
+    b = tpu.program_id(0)
+    h = tpu.program_id(1)
     batch, heads = start.shape
     ring = (kbuf, vbuf), arrived, numbers
     copies = BlockCopyRing(

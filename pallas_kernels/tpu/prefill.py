@@ -9,7 +9,9 @@ from jax import lax
 from pallas_kernels import _compat_tpu as tpu
 
 # Maximum queries per block, keys per block and keys per product: the largest that divide the prompt are used.
-QUERIES, KEYS, _AT_ONCE = 1024, 2048, 512
+QUERIES = 1024
+KEYS = 2048
+_AT_ONCE = 512
 # Maximum tokens of all prompts whose log-sum-exps are computed together, or one prompt's.
 _TOKENS = 32768
 # Minimum block: a register's lanes.

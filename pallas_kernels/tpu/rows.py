@@ -12,7 +12,8 @@ from pallas_kernels import _compat_tpu as tpu
 # Rows of an HBM tile, of 16 and of 32 bits.
 TILE = 8
 # Rows per product, and rows per copy.
-BLOCK, CHUNK = 1024, 256
+BLOCK = 1024
+CHUNK = 256
 # Numbers per sublane of a register.
 LANES = 128
 # Blocks in flight while one is multiplied: bytes in flight have to cover the latency of HBM.
@@ -31,9 +32,12 @@ class BlockCopyRing:
         self.start = start
         self.length = length
         self.pools = pools
-        (self.buffers, self.arrived, self.numbers) = ring
-        self.chunk, self.unit, buffers = chunk, unit, self.buffers
-        self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
+        self.buffers, self.arrived, self.numbers = ring
+        self.chunk = chunk
+        self.unit = unit
+        buffers = self.buffers
+        self.size = buffers[0].shape[1]
+        self.rows = pools[0].shape[1]
 
     def find_first_row(self, b, h):
         """Return the first pool row copied for a segment, i32: its start, rounded down to a tile or larger unit."""
@@ -136,9 +140,15 @@ class EntryAppender:
     """Writer of new entries on a TPU: reads HBM tiles, inserts entries and writes tiles back, asynchronously."""
 
     def __init__(self, start, length, tables, new, pools, tiles, read, wrote):
-        self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
+        self.start = start
+        self.length = length
+        self.new = new
+        self.pools = pools
+        self.tiles = tiles
         self.counts, self.before, self.last = tables
-        self.read, self.wrote, (self.heads, self.tile) = read, wrote, tiles.shape[2:4]
+        self.read = read
+        self.wrote = wrote
+        self.heads, self.tile = tiles.shape[2:4]
 
     def append_entries(self, b, sequences):
         """Put a sequence's new entries in their tiles, start to write them, and start to read the next sequence's."""

@@ -93,7 +93,9 @@ def run_block(
     step: StepState,
 ) -> tuple[ResidualStream, EntryPool, QueryBuffer | None, StepState, Float[Array, "B K"]]:
     """Run one block over a step's tokens; return stream, pool, query buffer, `StepState`, one number per kv head."""
-    new, query_buffer, rows = step.new, layer.query_buffer, layer.rows
+    new = step.new
+    query_buffer = layer.query_buffer
+    rows = layer.rows
     x, normed = compute_attention_input(block, stream, spec)
     token = _project_tokens(block, spec, normed, layer, step)
     if query_buffer is not None:
@@ -122,7 +124,8 @@ def _project_tokens(
     step: StepState,
 ) -> TokenProjections:
     """Return new tokens' `TokenProjections` in pool dtype, with gate scores and Hadamard transform if used."""
-    own, by = normed[: len(step.new.count)], layer.by.new
+    own = normed[: len(step.new.count)]
+    by = layer.by.new
     if step.work is None:
         token = project_new_tokens(block, spec, own, by)
     else:

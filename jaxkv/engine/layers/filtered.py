@@ -51,7 +51,8 @@ class SparseCacheLayer(FullAttentionCacheLayer):
         chosen = step.chosen
         assert chosen is not None
         if self.terms.reading.every_entry:
-            rows, held = chosen.positions[:, None], chosen.count[:, None]
+            rows = chosen.positions[:, None]
+            held = chosen.count[:, None]
         else:
             rows, held = self.find_selected_rows(chosen)
             rows = rows - self.start[..., None]
@@ -68,7 +69,8 @@ class OffloadedCacheLayer(SparseCacheLayer):
         self, token: TokenProjections, new: NewEntries, step: StepState
     ) -> AttentionResult:
         """Append a single token's entry; attend to entries on the device and to loaded ones; return output and pool."""
-        reach, q = self.get_attended_range(self.length + new.count[:, None]), token.q[..., 0, :]
+        reach = self.get_attended_range(self.length + new.count[:, None])
+        q = token.q[..., 0, :]
         append = partial(self.terms.backend.append_and_attend, shaping=self.shaping)
         out, lse, pool = append(q, new, self.pool, reach)
         read = attention.merge_attention_outputs(

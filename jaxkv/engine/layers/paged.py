@@ -75,9 +75,12 @@ class QuestCacheLayer(FullAttentionCacheLayer):
         Tang et al., Quest, algorithm 1. A page's bound is the maximum over its kv head's query heads; ties go to the
         lowest page.
         """
-        bounds, reading, length = self.pool.bounds, self.terms.reading, self.length
+        bounds = self.pool.bounds
+        reading = self.terms.reading
+        length = self.length
         assert bounds is not None
-        page, (batch, heads) = reading.page, length.shape
+        page = reading.page
+        batch, heads = length.shape
         count = count_full_pages(length, budget[:, None], page)
         scores = bound_page_logits(q, bounds.low, bounds.high, self.terms.axes)
         pages = scores.shape[2]

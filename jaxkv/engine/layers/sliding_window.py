@@ -32,7 +32,8 @@ class SlidingWindowCacheLayer(FullAttentionCacheLayer):
         self, token: TokenProjections, new: NewEntries, step: StepState
     ) -> AttentionResult:
         """Attend from each token to the last `window` ones up to its own, append the entries; return output, pool."""
-        rows, size = self.pool.store.decode_entries(), min(self.window, self.pool.row_count)
+        rows = self.pool.store.decode_entries()
+        size = min(self.window, self.pool.row_count)
         arguments = (
             token.q,
             (token.k, token.v),
@@ -61,7 +62,8 @@ def attend_sliding_window(
     `count` of the N new tokens are valid; the queries are n of them, from index `first` on. The last `size` entries of
     each segment are attended to, at most as many as the window.
     """
-    (k, v), tokens = rows, new[0].shape[2]
+    k, v = rows
+    tokens = new[0].shape[2]
     offset = jnp.arange(size, dtype=jnp.int32)
     index = jnp.arange(-size, tokens, dtype=jnp.int32)
     seen = build_window_mask(first, q.shape[3], size, tokens, window)

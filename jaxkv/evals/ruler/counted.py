@@ -71,7 +71,8 @@ class CommonWordsRecipe(PromptRecipe):
     def sample_word_list(self, size: int, often: int, seldom: int, rng: Generator) -> WordList:
         """Sample a shuffled `WordList` of `size` distinct words: ten of them `often` times, others `seldom` times."""
         chosen = self.wording.sample_distinct_words(rng, size)
-        common, others = chosen[:_WORDS], chosen[_WORDS:]
+        common = chosen[:_WORDS]
+        others = chosen[_WORDS:]
         entries = common * often + others * seldom
         return WordList(
             tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist())

@@ -77,7 +77,8 @@ class DocumentQuestionRecipe(PromptRecipe):
         self, asked: DocumentQuestion, size: int, rng: Generator
     ) -> tuple[int, ...]:
         """Sample `size` shuffled document indices: the question's, its article's, then others; repeats if too few."""
-        have, more = len(self.data.documents), size - len(asked.context)
+        have = len(self.data.documents)
+        more = size - len(asked.context)
         if size >= have:
             chosen = [each % have for each in range(size)]
         elif more <= len(asked.near):

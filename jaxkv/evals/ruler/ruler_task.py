@@ -84,7 +84,8 @@ class SyntheticTask(QuestionTask):
         self, cell: PromptFactory, name: str, group: str, seeds: Sequence[int], **tags: Any
     ) -> list[TaskSample]:
         """Make `count` samples of a `PromptFactory` with these tags; random choices depend on `seed` and `seeds`."""
-        rng, new = np.random.default_rng([self.seed, *seeds]), cell.recipe.new_tokens
+        rng = np.random.default_rng([self.seed, *seeds])
+        new = cell.recipe.new_tokens
         return [
             convert_prompt_to_sample(
                 f"{name}-{index:04d}", group, cell.make_fitting_prompt(rng, index), new, **tags
@@ -144,7 +145,9 @@ class Ruler(SyntheticTask):
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make the list of samples for a model: `count` per selected RULER task and prompt length, in its tokens."""
         lengths = self.resolve_prompt_lengths(params)
-        wording, count, made = self.make_wording(), make_token_counter(params), list[TaskSample]()
+        wording = self.make_wording()
+        count = make_token_counter(params)
+        made = list[TaskSample]()
         for name in self.tasks:
             for length in lengths:
                 recipe = make_recipe(

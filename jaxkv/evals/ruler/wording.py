@@ -84,7 +84,8 @@ class RulerWording:
 
     def words(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` distinct words, each an adjective, a hyphen and a noun."""
-        firsts, lasts = load_word_lists()["adjectives"], load_word_lists()["nouns"]
+        firsts = load_word_lists()["adjectives"]
+        lasts = load_word_lists()["nouns"]
         chosen: dict[str, None] = {}
         while len(chosen) < count:
             first = firsts[int(rng.integers(len(firsts)))]

@@ -43,7 +43,8 @@ class ChunkHeadBudgets(SharedHeads):
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]` of `base` entries, same in all heads: chunks with always-kept ones, then best."""
-        scores, base = rows.scores, rows.base
+        scores = rows.scores
+        base = rows.base
         batch, _, padded_len = scores.shape
 
         def split_into_chunks(of: Array) -> Array:

@@ -67,5 +67,6 @@ class D2O(HeavyHitterPolicy):
     def build_policy_parts(self) -> Parts:
         """Return D2O's `Parts`: cumulative attention, layer budgets and merger; as published if `official`."""
         of = _OFFICIAL if self.official else vars(self)
-        layers, merge = of["layers"], of["merge"]
+        layers = of["layers"]
+        merge = of["merge"]
         return self.compose_eviction_parts(recent=of["recent"], layers=layers, merge=merge)

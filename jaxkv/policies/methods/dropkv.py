@@ -47,8 +47,11 @@ def _compute_output_changes(
     # rounds all of theirs to 0 (logits 87 below the peak's), their mean output is that of all entries, 0 here.
     peak = p.argmax(axis=-1)
     is_peak = index == peak[..., None]
-    others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]
-    held, left = exact_einsum("gws,sd->gwd", others, v), others.sum(axis=-1, keepdims=True)
+    others = jnp.where(is_peak, 0.0, p)
+    most = p.max(axis=-1, keepdims=True)
+    best = v[peak]
+    held = exact_einsum("gws,sd->gwd", others, v)
+    left = others.sum(axis=-1, keepdims=True)
     of_peak = ((most * (best - held / jnp.where(left > 0, left, 1.0))) ** 2).sum(
         axis=-1, keepdims=True
     )

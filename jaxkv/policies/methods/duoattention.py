@@ -52,7 +52,8 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     @functools.cached_property
     def retrieval_head_mask(self) -> Bool[np.ndarray, "L K"]:
         """Numpy mask `[L, K]` of retrieval heads: all but the share `sparsity` with the lowest `pattern` numbers."""
-        numbers, share = np.asarray(self.pattern or ((),)), Fraction(repr(self.sparsity))
+        numbers = np.asarray(self.pattern or ((),))
+        share = Fraction(repr(self.sparsity))
         # `numpy.quantile` falls between two sorted numbers: heads below it are streaming heads.
         few = numbers.size if share == 1 else math.ceil(share * (numbers.size - 1))
         kinds = np.ones(numbers.size, bool)
@@ -81,7 +82,8 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: each layer's mean over retrieval and streaming heads, rounded up."""
         self.require_model_sizes(layers=of.layers)
-        xp, heads = of.array_module, self.heads
+        xp = of.array_module
+        heads = self.heads
         few = xp.minimum(of.length, xp.maximum(of.always_kept, self.reach))
         full = xp.asarray(self.retrieval_head_mask.sum(axis=1, keepdims=True), xp.int64)
         return -(-(full * of.length + (heads - full) * few) // heads)
@@ -171,7 +173,8 @@ class DuoAttention(Policy):
         """Return DuoAttention's `Parts`: retrieval heads keep all; others sinks and newest, evicting by age."""
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
-        reach, pattern = self.sinks + self.window, self.pattern or ()
+        reach = self.sinks + self.window
+        pattern = self.pattern or ()
         kinds = RetrievalHeadBudgets(pattern=pattern, reach=reach, sparsity=self.sparsity)
         keep = Keep(sinks=self.sinks, window=1)
         return self.compose(

@@ -33,7 +33,8 @@ class RecentGateScorer(GateScores):
 
     def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Return scores `[B, K, S]`: the gate's, 0 to 1; 1 + position / length for the share `recent` at the end."""
-        rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
+        rows = jnp.arange(observed.shape[-1], dtype=jnp.int32)
+        end = length[:, None, None]
         ours = rows >= end - compute_floor_share(end, self.recent)
         return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
 

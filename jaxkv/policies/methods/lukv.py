@@ -59,7 +59,8 @@ class LUKV(PolicyWrapper):
 
     def replace_base_parts(self, base: Parts) -> Parts:
         """Return the base's `Parts`, uniform layer and head budgets replaced by the curve nearest its share, if any."""
-        heads, layers = unwrap_head_budgets(base.heads), base.layers
+        heads = unwrap_head_budgets(base.heads)
+        layers = base.layers
         if self.curves is not None and isinstance(base.budget, ShareBudget):
             nearest = round((1 - base.budget.value) * (_SHARES + 1))
             dropped = self.curves[min(max(nearest, 1), _SHARES) - 1]

@@ -61,7 +61,8 @@ class QFilterScorer(Scorer):
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: minus the dot product of key and filter; ValueError if their sizes differ."""
-        (_, heads, _, dim), axes = seen.k.shape, seen.axes
+        _, heads, _, dim = seen.k.shape
+        axes = seen.axes
         if self.q_filters is None:
             mine = -_compute_main_query_direction(seen)
         else:
@@ -89,7 +90,8 @@ class QFilterScorer(Scorer):
 
 def _compute_main_query_direction(seen: ScorerInputs) -> Float[Array, "B K D"]:
     """Return the first right singular vector `[B, K, D]` of each kv head's queries, signed towards their mean."""
-    mean, covariance = seen.moments.mean, seen.moments.covariance
+    mean = seen.moments.mean
+    covariance = seen.moments.covariance
     assert covariance is not None
     each = covariance + mean[..., None] * mean[..., None, :]
     # The mean over all query heads of a kv head, also if devices share them.

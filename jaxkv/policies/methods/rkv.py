@@ -59,7 +59,8 @@ class AttentionRedundancyScorer(WindowScorer):
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: weighted pooled attention - weighted key redundancy before the window; 0 in it."""
-        (batch, heads), column = seen.k.shape[:2], seen.entry_positions
+        batch, heads = seen.k.shape[:2]
+        column = seen.entry_positions
         before = seen.mask_entries_between(last=self.window)
         # The softmax needs the largest logits of all query heads, also if devices share them.
         logits = max_over_devices(
@@ -98,7 +99,8 @@ def _compute_mean_key_cosines(
     k: Float[Array, "S D"], length: Int[Array, ""], threshold: float
 ) -> Float[Array, " S"]:
     """Return each key's mean cosine `[S]` with its head's other keys, except those whose last similar key it is."""
-    padded_len, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
+    padded_len = k.shape[0]
+    column = jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
     size = min(padded_len, max(1, COSINES // padded_len))

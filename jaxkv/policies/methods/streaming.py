@@ -38,7 +38,8 @@ class StreamingLLM(BudgetMethod):
 
     def build_policy_parts(self) -> Parts:
         """Return StreamingLLM's `Parts`: position scores, sinks kept; rolling, eviction by age if set."""
-        keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
+        keep = Keep(sinks=self.sinks, window=1)
+        evict = ByAge() if self.slide else None
         return self.compose(
             scorer=PositionScores(), keep=keep, evict=evict, rolling=self.rolling_positions
         )
