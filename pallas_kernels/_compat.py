@@ -89,8 +89,9 @@ def call_triton_kernel(
 
 
 def make_sequence_operand(of: Any) -> Operand:
-    """Return (array, block spec) with which program (i, h, b) sees `[...]` of sequence b of an array `[B, ...]`."""
-    return of, BlockSpec((None, *of.shape[1:]), lambda i, h, b: (b,) + (0,) * (len(of.shape) - 1))
+    """Return (array, block spec) with which program (..., b) sees `[...]` of sequence b of an array `[B, ...]`."""
+    rest = of.shape[1:]
+    return of, BlockSpec((None, *rest), lambda *ids: (ids[-1],) + (0,) * len(rest))
 
 
 def make_head_operand(of: Any, group: int = 1) -> Operand:

@@ -15,6 +15,7 @@ from pallas_kernels._compat import (
     LaunchParameters,
     call_triton_kernel,
     load,
+    make_sequence_operand,
     round_up_head_dim,
     store,
     when,
@@ -68,7 +69,7 @@ def overwrite_evicted_rows(
         name="replace_rows",
         grid=(place.shape[1], place.shape[0]),
         inputs={name: (each, _SCALAR) for name, each in tables.items()}
-        | {name: _make_sequence_operand(each) for name, each in pools.items()},
+        | {name: make_sequence_operand(each) for name, each in pools.items()},
         outputs=_make_pool_outputs(pools),
         launch=LaunchParameters(warps=1, stages=1),
         interpret=interpret,
@@ -159,15 +160,14 @@ def evict_lowest_entries(
             _move_row(refs, pools, place, first + rows - 1)
 
     pools = _collect_pool_arrays(k, v, pos, score)
-    of_sequence = BlockSpec((None,), lambda h, b: (b,))
     tables = {"start": start, "length": length, "limit": limit, "recent": recent}
     inputs = {name: (each, _SCALAR) for name, each in tables.items()}
-    inputs |= {name: (each, of_sequence) for name, each in (("seen", seen), ("prompt", prompt))}
+    inputs |= {"seen": make_sequence_operand(seen), "prompt": make_sequence_operand(prompt)}
     found = call_triton_kernel(
         kernel,
         name="evict_rows",
         grid=(start.shape[1], start.shape[0]),
-        inputs=inputs | {name: _make_sequence_operand(each) for name, each in pools.items()},
+        inputs=inputs | {name: make_sequence_operand(each) for name, each in pools.items()},
         outputs=_make_pool_outputs(pools)
         | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), _SCALAR)},
         launch=LaunchParameters(warps=4, stages=1),
@@ -182,15 +182,10 @@ def _collect_pool_arrays(k, v, pos, score):
     return {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
 
 
-def _make_sequence_operand(leaf):
-    """Return (array, block spec) with which program (h, b) sees all rows of sequence b in a pool array."""
-    return leaf, BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
-
-
 def _make_pool_outputs(pools):
     """Return kernel outputs, (shape, block spec) by "name_out", for the pool arrays, to be aliased to the inputs."""
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in pools.items()}
-    return {f"{name}_out": _make_sequence_operand(shape) for name, shape in shapes.items()}
+    return {f"{name}_out": make_sequence_operand(shape) for name, shape in shapes.items()}
 
 
 def _move_row(refs, pools, to, at):

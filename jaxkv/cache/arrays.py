@@ -13,11 +13,7 @@ from jaxkv.cache.pools import EntryPool
 from jaxkv.sharding.mesh import list_leaves_with_axes
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["prompt", "budget", "recent", "choosable", "tau", "query_buffers"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyState:
     """Policy decode state (pytree): prompt lengths, budgets, recent and selectable counts, thresholds, queries.

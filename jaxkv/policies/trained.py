@@ -1,7 +1,6 @@
 """Trained gates of the literature, KVzap's and Fast KVzip's: their files and their scores of entries."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,10 @@ from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.of_model import NamedTensors
 
-_NAMES = ("q", "q_bias", "k", "q_norm", "k_norm", "base", "bias")
 _EPSILON = 1e-6
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "bias", "inner", "inner_bias"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzapWeights:
     """Weights of one layer of KVzap's gate: a linear map to K scores, after an optional hidden layer `inner`.
@@ -92,7 +86,7 @@ class KVzapGate(Gate):
         return exact_einsum("bsw,kw->bks", x, weights.weight) + weights.bias[:, None]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=_NAMES, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzipWeights:
     """Weights of a layer of Fast KVzip's gate: per kv head W query maps, a key map, N base keys, biases; two norms."""
