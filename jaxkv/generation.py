@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxkv import _checks, arguments
 from jaxkv._checks import settled
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.decode_loop import DecodeLoop
@@ -283,7 +284,7 @@ def generate(
     return run_generator(pieces)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GenerateCall:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 

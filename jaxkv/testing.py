@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv._checks import format_non_default_fields, settled, shorten_text
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import KVCache
 from jaxkv.engine.generation_results import Generation
 from jaxkv.engine.hadamard import apply_hadamard, restore_original_keys
@@ -128,7 +129,7 @@ def tiny_model(
     return LanguageModel(decoder, text=None, name=f"tiny-{seed}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _PolicyFromParts(Policy):
     """Policy with the `Parts` passed to its constructor, so that tests can replace one part of a policy."""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.merging import merge_attention_outputs
 from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.attention.steps import GatheredEntries, NewEntries, UnrotatedProjections, WorkTable
@@ -35,7 +36,7 @@ class DeviceTraits(NamedTuple):
         return self.platform in ("gpu", "cuda")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BackendCapabilities:
     """Dataclass of what a backend supports and which program forms are faster on it; programs choose by its fields.
 

@@ -1,6 +1,5 @@
 """Names of attention implementations, and the selection of one for a model and a device."""
 
-import dataclasses
 import enum
 import re
 from functools import cache
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._checks import validate_enum
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention.backend import AttentionBackend, DeviceTraits
 
@@ -75,7 +75,7 @@ def get_attention_backend(implementation: Implementation) -> AttentionBackend:
     return backend
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefillDecodeImplementations:
     """Pair of attention `Implementation` members: `prefill` for complete prompts, `decode` for segments of a pool."""
 

@@ -1,12 +1,11 @@
 """Scores of entries to read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.attention.xla import (
     MASKED,
@@ -24,7 +23,7 @@ _LOGITS = 1 << 24
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FilterQuery:
     """Queries of a filter layer with positions and weights, whose attention scores token positions (OmniKV).
 

@@ -3,7 +3,6 @@
 The formulation depends on the shape; comments give the measurement for each choice, at 4e135878, 2026-11-28.
 """
 
-import dataclasses
 import enum
 import math
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.shaping import LogitShaping
 
 LOG2E = math.log2(math.e)
@@ -48,7 +48,7 @@ class SegmentReadMode(enum.Enum):
     WINDOWS = "windows"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SegmentRanges:
     """First row and number of entries of each segment that queries attend to `[B, K]`, and how they are read.
 

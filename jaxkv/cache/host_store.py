@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, move_to_sharding
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -19,7 +20,7 @@ _HOST = "pinned_host"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["layers"])
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HostStore:
     """Keys and values of complete prompts in host memory, one array `[B, S, 2, K, D]` per offloaded layer; immutable.
 
@@ -117,7 +118,7 @@ def _stack_by_token(
     return jnp.moveaxis(jnp.stack([k, v]), (0, 3), (2, 1))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HostStoreLoader:
     """Loader of a `HostStore`'s entries to devices that counts transfers; a store of one sequence serves any batch."""
 

@@ -24,6 +24,7 @@ from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import format_non_default_fields
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.arrays import CacheArrays, EntryOverflowCounts, PolicyState, SegmentTables
 from jaxkv.cache.disk import write_cache_folder
@@ -61,7 +62,7 @@ class ConversationState(enum.Enum):
         "padding",
     ],
 )
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVCache:
     """Immutable KV cache of B sequences: device arrays, offloaded entries, next logits, layout, policy, model, mesh.
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import select_array_module
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.layout import Numbers
 from jaxkv.cache.stores import Store, write_pool_rows
 from jaxkv.sharding.mesh import ShardingMesh
@@ -16,7 +17,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=["page"])
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PageBounds:
     """Element-wise minimum and maximum of the keys of a layer's segments by page, exact for full pages only.
 

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import NewEntries
 from jaxkv.cache.page_bounds import PageBounds
 from jaxkv.cache.stores import Store, write_pool_rows
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EntryPool:
     """Pytree of P rows per sequence: store of keys and values, positions `[B, P]`, optional scores and page bounds.
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store, write_pool_rows
 
@@ -66,7 +67,7 @@ class QuantisedVectors(abc.ABC):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int8Vectors(QuantisedVectors):
     """Vectors quantised to signed 8-bit integers: codes `i8[B, P, D]` and one float16 scale per vector.
 
@@ -99,7 +100,7 @@ class Int8Vectors(QuantisedVectors):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int4Vectors(QuantisedVectors):
     """Vectors quantised to 4 bits per element, with a float16 scale and minimum per group of up to 32 elements.
 
@@ -171,7 +172,7 @@ def _choose_group_size(dim: int) -> int:
     return size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QuantisedStore(Store):
     """Base class of stores with quantised keys and values; subclasses set `keys`, `values` (classes) and `kernels`.
 
@@ -264,7 +265,7 @@ _registered = partial(
 
 
 @_registered
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int8Store(QuantisedStore):
     """Store of keys and values as 8-bit integers with one float16 scale per vector."""
 
@@ -275,7 +276,7 @@ class Int8Store(QuantisedStore):
 
 
 @_registered
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int4Store(QuantisedStore):
     """Store of keys and values in 4 bits per element, with a float16 scale and minimum per group of up to 32."""
 
@@ -286,7 +287,7 @@ class Int4Store(QuantisedStore):
 
 
 @_registered
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class MixedStore(QuantisedStore):
     """Store of keys as 8-bit integers with one scale per vector, and values in 4 bits as in `Int4Store`."""
 

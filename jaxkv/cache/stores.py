@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import has_overridden_methods
+from jaxkv._dataclasses import frozen_dataclass
 
 
 def choose_cache_dtype(dtype: Any, platform: str) -> jnp.dtype:
@@ -155,7 +156,7 @@ class Store(abc.ABC):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DenseStore(Store):
     """Store of unencoded keys and values in the model's dtype; float32 on a CPU."""
 

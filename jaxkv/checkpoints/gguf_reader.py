@@ -1,12 +1,12 @@
 """Reader of GGUF's binary format: metadata, and the locations of tensors; every length is validated before use."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 
 _MAGIC = b"GGUF"
@@ -25,7 +25,7 @@ class _CorruptFileError(Exception):
     """Internal exception for a truncated or corrupt GGUF; `read_gguf_header` turns it into a ValueError."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GgufTensor:
     """Location, shape and quantisation type of a GGUF tensor, with methods that read it as stored, not dequantised.
 

@@ -1,7 +1,6 @@
 """Folders of arrays written by Orbax (converted weights, saved caches): their manifests, and reads of array parts."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.json_files import read_json, write_json
@@ -35,7 +35,7 @@ _PLAIN = re.compile(r"\w[\w.-]{0,199}")
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OrbaxFolderKind:
     """Kind of Orbax folder, weights or saved cache: format name and version, and words for error messages.
 
@@ -152,7 +152,7 @@ def read_manifest(folder: Path, kind: OrbaxFolderKind) -> dict[str, Any]:
     return manifest
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ManifestEntry:
     """Description of an array in an Orbax folder's manifest: name, shape, dtype, CRC-32, kind of folder."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import gguf_file, orbax_files, safetensors_files
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
@@ -18,7 +19,7 @@ from jaxkv.checkpoints.text_part import extract_text_config, extract_text_tensor
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Checkpoint:
     """Checkpoint on disk in any format: config, tensors by name, tokenizer; weights are read only on access.
 

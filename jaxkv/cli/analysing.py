@@ -6,6 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv._plotting import make_figure, render_figure
 from jaxkv.analysis import FilterLayers, draw_maps, find_filter_layers, fit_kvzap_gate
@@ -19,7 +20,7 @@ from jaxkv.policies.reads import list_full_attention_layers
 SHARE = 0.067
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FindFilterLayersCommand(ModelOption):
     """The command `jaxkv filters` and its options: find a model's filter layers (OmniKV) on texts.
 
@@ -94,7 +95,7 @@ def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: 
     return render_figure(figure, suffix)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FitGateCommand(ModelOption):
     """The command `jaxkv fit-gate` and its options: fit KVzap's gate to a model on texts.
 

@@ -1,7 +1,6 @@
 """`jaxkv batch`: validates its options, loads the model, and answers a file of requests."""
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 from tqdm import tqdm
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cli.models import EngineOptions
 from jaxkv.cli.options import ArgumentSpec, Count, File, Natural, pick_fields
@@ -35,7 +35,7 @@ examples:
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BatchCommand(EngineOptions):
     """The command `jaxkv batch` and its options: answer a file of requests in OpenAI's batch format.
 

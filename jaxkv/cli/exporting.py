@@ -1,12 +1,12 @@
 """`jaxkv export`: validates its options, loads the model, and writes programs that run without jaxkv."""
 
-import dataclasses
 import json
 import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation
 from jaxkv.checkpoints.orbax_files import require_new_path
 from jaxkv.cli.models import ModelOption
@@ -30,7 +30,7 @@ from jaxkv.sharding.mesh_argument import make_mesh_from_text
 Counts = Annotated[tuple[int, ...], make_comma_list_spec(partial(parse_integer, least=1))]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ExportCommand(ModelOption):
     """The command `jaxkv export` and its options: write programs and weights that run without jaxkv.
 

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Annotated, Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.arguments import make_random_key
 from jaxkv.cli import EXAMPLES
@@ -27,7 +28,7 @@ Compiled programs are cached on disk: the second run with prompts of similar len
 {EXAMPLES}"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SamplingOptions(ComputeOptions):
     """Options of commands that sample an answer: tokens, stop strings, seed, sampling; greedy decoding by default.
 
@@ -49,7 +50,7 @@ class SamplingOptions(ComputeOptions):
         return given | {"key": make_random_key(self.seed)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GenerateCommand(SamplingOptions):
     """The command `jaxkv generate` and its options: answer one prompt under a policy.
 

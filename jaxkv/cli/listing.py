@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.checkpoints import FolderSource, cache_dir, get_manifest, list_model_names
 from jaxkv.cli.options import list_policy_flags
 from jaxkv.cli.outputs import write_to_stdout
@@ -12,7 +13,7 @@ from jaxkv.policies.registry import POLICIES
 Record = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ListCommand:
     """Base class of commands that list records, with the option --json.
 

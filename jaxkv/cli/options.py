@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, NoReturn, Union
 
 from jaxkv._checks import FARTHEST, shorten_text
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies import AvgPool, MaxPool, Merge, NoPool, Policy
 from jaxkv.policies.checks import Budget, parse_byte_count
@@ -396,7 +397,7 @@ def _format_shared_help(having: dict[str, FieldOption]) -> str:
     return ". ".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PolicyArguments:
     """One policy as written on the command line: its name, and the unparsed words of its options by flag.
 

@@ -1,7 +1,6 @@
 """`jaxkv serve`: validates its options, loads the model, creates its engines and serves OpenAI's HTTP API."""
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cli.models import EngineOptions
 from jaxkv.cli.options import (
@@ -56,7 +56,7 @@ examples:
 _KEY = "JAXKV_API_KEY"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ServeCommand(EngineOptions):
     """The command `jaxkv serve` and its options: serve OpenAI's HTTP API for a model under policies.
 

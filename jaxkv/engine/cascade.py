@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.arrays import EntryOverflowCounts
 from jaxkv.cache.packing import UnpackedEntries, compute_all_segment_starts, make_empty_pool
 from jaxkv.cache.pools import EntryPool
@@ -37,7 +38,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CandidateBuffer:
     """Buffer of entries that may still be selected, with the scores and any value norms of all layers' entries.
 

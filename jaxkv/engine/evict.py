@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import require_instance, require_shape_and_dtype
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import AttentionBackend
 from jaxkv.attention.xla import WALK_BLOCK
@@ -27,7 +28,7 @@ from jaxkv.policies.rank import Rank, compute_entry_ranks
 from jaxkv.sharding.collectives import average_over_devices
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvictionConfig:
     """Static config of evictions after a decode step: `DecodeAttentionConfig`, kv heads per layer, dtype of the model.
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv._checks import shorten_text, use_package_jax_settings
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import KVCache
 from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 
@@ -16,7 +17,7 @@ from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 FinishReason = Literal["stop", "length"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Stats:
     """Measurements of one `generate` call: numbers of tokens, seconds, bytes and entries.
 

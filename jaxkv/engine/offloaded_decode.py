@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import CacheArrays, SegmentTables
 from jaxkv.cache.host_store import HostStoreLoader
 from jaxkv.cache.pools import EntryPool
@@ -33,7 +34,7 @@ from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerGroup:
     """Consecutive layers that one program runs: their indices, those loaded from the host, the next filter."""
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
 from jaxkv._checks import is_int_at_least, is_traced, settled, to_python_scalar
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.engine.lengths import EntryCounts, compute_entry_counts, list_buckets, round_up_to_bucket
@@ -30,7 +31,7 @@ _SAMPLES = 512
 _MOST_AHEAD = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefillPlan:
     """Plan of one prefill: padded length, pool sizes, headroom, budgets, bytes (on a mesh, of one device).
 

@@ -5,9 +5,9 @@ when most of the cache exists, so only these are computed. Array sizes follow fr
 by the measured needs of compiled programs.
 """
 
-import dataclasses
 from functools import cached_property
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation, get_attention_backend
 from jaxkv.engine.hadamard import uses_hadamard
 from jaxkv.engine.lengths import (
@@ -26,7 +26,7 @@ from jaxkv.policies.reads import WHOLE, LayerReadConfig
 WORKSPACE = 1 << 25
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefillBytes:
     """Estimated bytes of a prefill on one device, weights excluded, as properties; fields are shapes and counts.
 

@@ -1,12 +1,11 @@
 """One decoder block over whole prompts: the program that prefill runs per layer, in blocks of tokens."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import AttentionBackend, Implementation, get_attention_backend
 from jaxkv.attention.steps import GatheredEntries
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
@@ -24,7 +23,7 @@ _BLOCKS = (512, QUERY_BLOCK)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerOut:
     """One layer's prefill output: hidden states, keys, values, last queries, and statistics for the policy.
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import is_traced, select_array_module
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import LogitShaping
 from jaxkv.cache import KVCache, SegmentTables
 from jaxkv.cache.layout import SegmentLayout
@@ -77,7 +78,7 @@ def find_due_sequences(cache: KVCache) -> Any:
     return count_entries_over_limit(cache) >= (parts.recompression_interval or 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FixedSizes:
     """Fixed pool sizes and segment length for the caches that `recompress` returns; needed for traced caches.
 
@@ -142,7 +143,7 @@ def recompress(
     return place_dataclass_on_mesh(result, flat.axes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CachedLayerConfig:
     """Static config of the functions that take a cached layer's entries for recompression: policy parts, layout, sizes.
 
@@ -177,7 +178,7 @@ class CachedLayerConfig:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CachedLayer:
     """Arrays of one cached layer: pool, tables of all layers, query buffer, index in tables and model, random key."""
 

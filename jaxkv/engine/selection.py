@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import ENDLESS
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.arrays import EntryOverflowCounts
 from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.models.config import SlidingWindows
@@ -32,7 +33,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Candidates:
     """Candidate entries of one layer: scores, positions, masks; optional value norms, budget claim, ranks.
 

@@ -1,11 +1,11 @@
 """Static shape of a slot: pool sizes for any prompt up to a limit, and its new tokens."""
 
-import dataclasses
 import math
 
 import numpy as np
 from jaxtyping import Bool
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.headroom import compute_prefill_headroom
@@ -19,7 +19,7 @@ from jaxkv.policies.parts import Parts
 FEW = 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SlotShape:
     """Static shape of a slot: size of each pool (on a mesh, per device); maximum tokens of prompt, question, answer."""
 

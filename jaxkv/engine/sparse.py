@@ -1,12 +1,11 @@
 """Sparse attention (OmniKV): filter layers select tokens by attention, and the layers above attend to these only."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.filters import FilterQuery, score_positions_by_row, score_positions_in_pool
 from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.cache import SegmentTables
@@ -21,7 +20,7 @@ Loaded = Float[Array, "B T 2 K D"]
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SelectedPositions:
     """Token positions `[B, T]` selected by a filter layer (OmniKV), ascending; the first `count` of T are valid."""
 

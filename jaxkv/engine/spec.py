@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import (
     PREFILL_ONLY,
@@ -80,7 +81,7 @@ def get_gate_weights(flat: SplitDecoder, gate: Gate, layer: int, *, abstract: bo
     return kept[layer]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DecodeSpec(DecodeAttentionConfig):
     """Static, hashable config of decode programs: decoder graphs, model config, cache layout, policy parts, backend.
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import CacheArrays, SegmentTables
 from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
 from jaxkv.cache.pools import EntryPool
@@ -42,7 +43,7 @@ def _get_command_buffer_options() -> dict[str, str]:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SamplingState:
     """Sampling state of each sequence of a batch: next logits, ended mask, tokens left, random keys, end ids.
 

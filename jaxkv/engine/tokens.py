@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import require_shape_and_dtype
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import UnrotatedProjections
 from jaxkv.cache import CacheArrays
 from jaxkv.engine.hadamard import apply_hadamard, centre_and_transform_keys
@@ -30,7 +31,7 @@ class SelectionBounds(NamedTuple):
     budget: Int[Array, " B"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class NewTokens:
     """The N new tokens per sequence of a step, for all layers: positions, valid counts, `SelectionBounds`.
 
@@ -43,7 +44,7 @@ class NewTokens:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TokenProjections:
     """Queries and keys (after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 

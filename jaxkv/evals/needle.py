@@ -1,12 +1,12 @@
 """The task `needle`: a needle in a haystack over lengths and depths, for the papers' heat maps."""
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.ruler.niah import NeedlesRecipe
 from jaxkv.evals.ruler.recipe import PromptFactory, PromptRecipe, RulerPrompt, fit_haystack_size
@@ -27,7 +27,7 @@ _ASKED = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class StoryNeedleRecipe(PromptRecipe):
     """Recipe of prompts that hide one sentence, the needle, in a text; haystack sizes are numbers of words.
 
@@ -54,7 +54,7 @@ class StoryNeedleRecipe(PromptRecipe):
 
 
 @task("needle")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Needle(SyntheticTask):
     """Task: find one sentence in a long text, over lengths and depths, as in the papers' needle heat maps.
 

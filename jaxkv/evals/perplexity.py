@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.session import Session
@@ -24,7 +25,7 @@ _POINTS = 128
 
 
 @task("loss")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TextLossTask(EvaluationTask):
     """Task: loss in nats per token of true text after compressed prefixes (D2O, table 6, figure 6, on PG-19).
 

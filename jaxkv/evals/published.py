@@ -1,6 +1,5 @@
 """The tasks `longbench` and `infinitebench`: rows of JSONL files as prompts, truncated to a model's length."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -9,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.evals import metrics
 from jaxkv.evals.question_tasks import QuestionTask
@@ -32,7 +32,7 @@ def load_benchmark_table(name: str) -> Mapping[str, Mapping[str, Any]]:
     return json.loads(read_packaged_file(f"data/{name}.json"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BenchmarkTask(QuestionTask):
     """Base class of benchmarks read from files; each part has rows, a prompt template and a metric in a packaged table.
 
@@ -187,7 +187,7 @@ def _truncate_prompt(
 
 
 @task("longbench")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LongBench(BenchmarkTask):
     """Task LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
 
@@ -210,7 +210,7 @@ class LongBench(BenchmarkTask):
 
 
 @task("infinitebench")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class InfiniteBench(BenchmarkTask):
     """Task InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
 

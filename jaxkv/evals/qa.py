@@ -1,12 +1,12 @@
 """The task `qa`: questions on your own documents, from a file of JSON lines, scored against their right answers."""
 
-import dataclasses
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals import metrics
 from jaxkv.evals.question_tasks import QuestionTask, encode_sample
@@ -24,7 +24,7 @@ _FORM = 'lines such as {"document": "...", "questions": [{"question": "...", "an
 
 
 @task("qa")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DocumentQuestionsTask(QuestionTask):
     """Task: questions on your own documents, each answer scored against the right ones in the file.
 

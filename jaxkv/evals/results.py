@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv._checks import shorten_text
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 
 RESULTS = "results.jsonl"
@@ -29,7 +30,7 @@ _MOST_LENGTHS = 25
 _OWN = ("shard", "model", "devices")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvaluationSettings:
     """Settings that decide an evaluation's results, from task and model to versions; first line of `results.jsonl`.
 
@@ -72,7 +73,7 @@ class EvaluationSettings:
     format: int = _FORMAT
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SampleRecord:
     """One line of `results.jsonl`: a sample's prediction, score, tokens, and kept entries and bytes under one policy.
 
@@ -221,7 +222,7 @@ def _read_results(
     return run, records
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PolicySummary:
     """Mean score, its 95% interval, and mean tokens, entries and bytes of one policy over one group, or all groups.
 
@@ -248,7 +249,7 @@ class PolicySummary:
     nbytes: float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ScoreDifference:
     """Mean difference of two policies' scores on the same samples, its 95% interval, and numbers of wins.
 
@@ -322,7 +323,7 @@ def _average_groups(
     return mean, mean - float(low), mean + float(high)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Evaluation:
     """Results of an evaluation: settings and records, with mean scores, policy differences and tables from them.
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxkv._checks import settled
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.analysis.retention import sum_masked_attention
 from jaxkv.attention.filters import FilterQuery, score_positions_by_row
@@ -45,7 +46,7 @@ _OPENING = (
 
 
 @task("2stageretr")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TwoStage(QuestionTask):
     """Task 2StageRetr (OmniKV, appendix A): work out a sum, look the result up in an earlier dictionary.
 
@@ -103,7 +104,7 @@ class TwoStage(QuestionTask):
 
 
 @task("visible")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class VisibleAttentionTask(EvaluationTask):
     """Task: share of full attention on entries that a policy can see, on 2StageRetr's prompts; answers are not scored.
 

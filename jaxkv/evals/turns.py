@@ -1,12 +1,12 @@
 """The task `turns`: conversations on one cache, with facts in the first turns and questions on them in the last."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.task import EvaluationTask, How, SampleOutcome, TaskSample, task
 from jaxkv.evals.texts import read_packaged_file, read_texts
@@ -26,7 +26,7 @@ def load_facts() -> list[list[str]]:
 
 
 @task("turns")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ConversationTask(EvaluationTask):
     """Task: conversations on one cache (D2O, appendix, MT-bench's setting): the user states facts, then asks for them.
 

@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxkv._checks import settled, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.arguments import validate_model, validate_sampler
 from jaxkv.attention import (
@@ -212,7 +213,7 @@ def _collect_samplers(given: Any) -> dict[str, Sampler]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _ExportJob:
     """Validated arguments of `export`: model, policy, padded lengths, batches, limits, platforms, samplers, backend."""
 

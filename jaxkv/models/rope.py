@@ -1,6 +1,5 @@
 """Rotary position embeddings (RoPE): frequencies of each kind, and the rotation."""
 
-import dataclasses
 import math
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.models.values import (
     LinearRope,
     Llama3Rope,
@@ -89,7 +89,7 @@ def _scale_longrope_frequencies(plain: np.ndarray, rope: LongRope) -> tuple[np.n
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RopeTables:
     """RoPE tables of positions: cosine and sine of every channel pair, times the attention factor.
 

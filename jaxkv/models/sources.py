@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.checkpoints.hub_config import FAMILIES, TENSORS
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
@@ -17,7 +18,7 @@ _MIXTURES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TensorSource:
     """Location of a parameter, or a slice of it, in a checkpoint tensor: name, map of axes and channels; no data.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._checks import validate_int, warn_once
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import (
     FolderSource,
@@ -46,7 +47,7 @@ _SIZES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CatalogModel:
     """A model of the packaged catalogue: `name`, hub id, aliases, URL, parameter count, `config.json` dict (`raw`)."""
 
@@ -68,7 +69,7 @@ class CatalogModel:
         return ModelConfig.from_hf(self.raw)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KnownModel:
     """Name and `ModelConfig` of a model, and OmniKV's filter layers (None if unknown); no weights."""
 

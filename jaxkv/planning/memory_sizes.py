@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.stores import choose_cache_dtype
 from jaxkv.engine.headroom import MOST_AHEAD, compute_prefill_headroom
 from jaxkv.engine.lengths import round_up_to_bucket
@@ -30,7 +31,7 @@ _APPENDS = 8_700_000
 _EVICTS = 22_000_000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class MemorySizes:
     """Bytes of one device's weights, cache, activations, offloaded entries, full cache; mean kept entries per kv head.
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxkv._checks import format_non_default_fields, format_number
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.planning.compiled import CompiledPlan
 from jaxkv.planning.memory_sizes import MemorySizes
 from jaxkv.planning.setting import Workload
@@ -48,7 +49,7 @@ def format_prompts(setting: Workload) -> str:
     return f"{several} of {setting.context:,} tokens{asked}, {setting.new:,} new tokens each"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Remedy:
     """A changed workload that fits into memory: the change as text (`about`), the `setting`, peak bytes of a device."""
 
@@ -57,7 +58,7 @@ class Remedy:
     peak: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ServingPlan:
     """Plan of a serving engine: the number of slots that fit, bytes per slot, requests per hour, longest pause.
 
@@ -82,7 +83,7 @@ class ServingPlan:
         return text
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Plan:
     """Result of `plan`: memory sizes of one device, largest batch and context, remedies, estimated speeds, notes.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._checks import format_number
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import DenseStore
 from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
@@ -45,7 +46,7 @@ ASSUMED = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Speed:
     """Estimated seconds of a batch: prefill, and one decode step with its reads of weights and of entries (`rows`).
 

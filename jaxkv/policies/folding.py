@@ -1,6 +1,5 @@
 """Mergers: D2O's `Merge` averages evicted entries into kept ones, CaM's `ValueMerge` adds values to later values."""
 
-import dataclasses
 import enum
 import math
 from fractions import Fraction
@@ -19,6 +18,7 @@ from jaxkv._checks import (
     validate_int,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.merger import EntryPerSegment, Joined, Merged, Merger
 from jaxkv.sharding.collectives import (
     all_gather_shards,
@@ -72,7 +72,7 @@ class MergeDecision(enum.Enum):
     SHARED_POSITION = "shared_position"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Merge(Merger):
     """D2O's merger: average evicted entries into their most similar kept ones above a running or fixed threshold.
 
@@ -357,7 +357,7 @@ def find_nearest_kept(
     return cosine.reshape(batch, heads, padded_len), at.reshape(batch, heads, padded_len)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ValueMerge(Merger):
     """CaM's merger: by chance, according to its attention, a value adds 1 / `window` of itself to the next `window`.
 

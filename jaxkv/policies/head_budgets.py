@@ -16,6 +16,7 @@ from jaxkv._checks import (
     validate_float,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.topk import compute_candidate_sort_keys, count_true, mask_sort_keys, mask_top_k
@@ -133,7 +134,7 @@ def _average_over_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
     return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class UniformHeads(HeadBudgets):
     """Head budgets that keep the same number of entries in every kv head: the best by the head's own scores."""
 
@@ -145,7 +146,7 @@ class UniformHeads(HeadBudgets):
         return mask_top_k(rows.sort_keys, rows.base[:, None])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SharedHeads(HeadBudgets):
     """Head budgets that keep the same positions in all kv heads of a layer: the best by the mean score over heads."""
 
@@ -157,7 +158,7 @@ class SharedHeads(HeadBudgets):
         return UniformHeads().choose_entries(rows._replace(scores=_average_over_heads(rows.scores)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _CompetingHeads(HeadBudgets):
     """Base of competing head budgets: each head is guaranteed share `alpha`; `capacity` limits one device's entries."""
 
@@ -170,7 +171,7 @@ class _CompetingHeads(HeadBudgets):
         validate_field(self, "capacity", validate_float, remedy, low=1.0, high=_UNLIMITED)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AdaptiveHeads(_CompetingHeads):
     """Ada-KV's head budgets: kv heads compete for a layer's entries; each is guaranteed `alpha` of an even share.
 
@@ -249,7 +250,7 @@ class AdaptiveHeads(_CompetingHeads):
         return multiply_rounding_down(self.alpha, base)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ProtectedHeads(_CompetingHeads):
     """kvpress' head budgets: each kv head is guaranteed `alpha` of an even share; heads compete for the rest.
 
@@ -292,7 +293,7 @@ class ProtectedHeads(_CompetingHeads):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HeadBudgetsWrapper(HeadBudgets):
     """Base of head budgets that wrap other head budgets, the field `budgets`, and change their choice of entries."""
 
@@ -321,7 +322,7 @@ class HeadBudgetsWrapper(HeadBudgets):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TwoStageHeads(HeadBudgetsWrapper):
     """CriticalKV's head budgets: counts per head from `budgets`, `first` by score, the rest by score * norm.
 
@@ -377,7 +378,7 @@ class TwoStageHeads(HeadBudgetsWrapper):
         return chosen | mask_top_k(rest, each - safe)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ThresholdHeads(HeadBudgetsWrapper):
     """KVzap's head budgets: of the entries that the wrapped `budgets` choose, keep those scored at least `threshold`.
 

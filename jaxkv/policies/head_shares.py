@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import validate_field, validate_float
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.head_budgets import HeadBudgets, ScoredEntries
@@ -23,7 +24,7 @@ from jaxkv.policies.topk import count_true, mask_top_k
 _PARTS = 1 << 15  # parts of a layer; kv heads get an integer number of them: exact in int32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     """HeadKV's layer and head budgets: entries in proportion to each head's share by importance `scores`; exact sums.
 
@@ -125,7 +126,7 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         return mask_top_k(keys, jnp.minimum(each, count_true(keys > 0)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CurveBudgets(ImportanceBudgets):
     """LU-KV's layer and head budgets: entries in proportion to the share that each kv head keeps by its curve."""
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.checkpoints.safetensors_files import read_folder_headers, read_safetensors_header
@@ -49,7 +50,7 @@ class ModelSpecificValue:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FileArrays(ModelSpecificValue, abc.ABC):
     """Base of one model's arrays from safetensors files; equal if layers, kv heads and the arrays' digest are.
 

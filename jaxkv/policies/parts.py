@@ -14,6 +14,7 @@ from jaxkv._checks import (
     select_array_module,
     validate_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.layout import SegmentLayout
 from jaxkv.cache.stores import DenseStore, Store
@@ -35,7 +36,7 @@ from jaxkv.policies.reads import AttentionReads, LayerReadConfig, ReadAll
 from jaxkv.policies.scorer import Needs, Scorer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DecodingCompressionConfig:
     """Static config of compression while decoding, without budgets: eviction, rank, merger, protected entries.
 
@@ -70,7 +71,7 @@ class DecodingCompressionConfig:
         return self.stores_scores and self.rank.decay is not None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Parts:
     """A policy as the engine sees it: selection of a prompt's entries, phase after it, reads while decoding, store.
 

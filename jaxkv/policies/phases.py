@@ -1,8 +1,7 @@
 """Phases of a policy: `KeepAll` or `Select` for a prompt's entries; then `Append`, `Evict` or `Recompress`."""
 
-import dataclasses
-
 from jaxkv._checks import ENDLESS, require_instance, validate_bool, validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.checks import EntryBudget, Kept, parse_budget
 from jaxkv.policies.head_budgets import (
@@ -19,7 +18,7 @@ from jaxkv.policies.rank import ByNewScores, Rank, check_eviction_rank
 from jaxkv.policies.scorer import Scorer, check_scorer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KeepAll:
     """Selection that keeps every entry of a prompt: its scorer has no needs, and is not called."""
 
@@ -33,7 +32,7 @@ class KeepAll:
     nested = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Select:
     """Selection of a prompt's entries by scores, under a budget that is divided among layers and kv heads.
 
@@ -113,7 +112,7 @@ class Select:
         require(equal, "merge", self.merge, remedy)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Append:
     """Phase after the prompt that appends new entries to the kept ones and evicts none."""
 
@@ -121,7 +120,7 @@ class Append:
         """Do nothing: appending can follow any selection, so that no error is raised."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Evict:
     """Phase after the prompt that evicts the entry of lowest `rank`, a `Rank`, for every new entry beyond the budget.
 
@@ -146,7 +145,7 @@ class Evict:
         require(fits, "merge", select.merge, "it merges in prompts only: give Merge(), or None")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Recompress:
     """Phase that compresses the cache, prompt and answer together, after every `every` new tokens.
 

@@ -18,6 +18,7 @@ from jaxkv._checks import (
     validate_non_empty_tuple,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.checks import Budget, EntryBudget, Kept, ShareBudget, parse_budget
@@ -52,7 +53,7 @@ class QueryWeighting(enum.Enum):
         return base ** np.arange(window, dtype=np.float32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerReadConfig:
     """Static config of the entries that each layer attends to while decoding, and of offloaded layers.
 
@@ -229,7 +230,7 @@ class AttentionReads:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ReadAll(AttentionReads):
     """Reads in which every layer attends to every kept entry.
 
@@ -278,7 +279,7 @@ def parse_token_budget(given: Any, least: int) -> EntryBudget | ShareBudget:
     return budget
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FilteredReads(AttentionReads):
     """OmniKV's reads: filter layers choose, for every new token, the tokens that the layers above them attend to.
 
@@ -472,7 +473,7 @@ class FilteredReads(AttentionReads):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OffloadedReads(AttentionReads):
     """BrutalOffload's reads: every layer attends to every entry; upper layers load their entries from host memory.
 

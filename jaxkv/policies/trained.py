@@ -1,7 +1,5 @@
 """Trained gates of the literature, KVzap's and Fast KVzip's: their files and their scores of entries."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import safetensors.numpy
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.of_model import NamedTensors
@@ -17,7 +16,7 @@ _EPSILON = 1e-6
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVzapWeights:
     """Weights of one layer of KVzap's gate: a linear map to K scores, after an optional hidden layer `inner`.
 
@@ -30,7 +29,7 @@ class KVzapWeights:
     inner_bias: Shaped[Array | np.ndarray, " W"] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVzapGate(Gate):
     """KVzap's gate: scores from each layer's normed hidden state, by one linear map or two with a GELU between.
 
@@ -87,7 +86,7 @@ class KVzapGate(Gate):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FastKVzipWeights:
     """Weights of a layer of Fast KVzip's gate: per kv head W query maps, a key map, N base keys, biases; two norms."""
 
@@ -100,7 +99,7 @@ class FastKVzipWeights:
     bias: Shaped[Array | np.ndarray, "K W"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FastKVzipGate(Gate):
     """Fast KVzip's gate: softmax share of a token's own key among learned base keys, mean over learned query maps.
 

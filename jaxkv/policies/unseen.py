@@ -1,13 +1,12 @@
 """Scorers for prompts compressed before the question is known: they do not follow the prompt's last queries."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import validate_bool, validate_field, validate_float, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention.columns import average_over_queries
 from jaxkv.attention.xla import compute_logit_divisor, exact_einsum
@@ -32,7 +31,7 @@ from jaxkv.sharding.collectives import average_over_devices, max_over_devices, s
 _BLOCK = 512
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KeyDifference(Scorer):
     """KeyDiff's scorer: minus the cosine between an entry's key and the mean of the head's normalised keys.
 
@@ -49,7 +48,7 @@ class KeyDifference(Scorer):
         return -(mine * normalise_vectors(mean, 1e-12)[:, :, None]).sum(axis=-1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FutureAttention(Scorer):
     """ExpectedAttention's scorer: attention expected from queries after the text, by default times the value's norm.
 
@@ -128,7 +127,7 @@ def _compute_expected_logits(
     return jnp.moveaxis(blocks, 0, 3).reshape(batch, heads, group, -1)[..., :padded_len]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class WorstAttention(Scorer):
     """DefensiveKV's scorer: largest attention of any window query to an entry, times its share of heads' value norms.
 
@@ -220,7 +219,7 @@ class WorstAttention(Scorer):
         return jnp.where(rank < count, rank, padded_len)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PositionScores(Scorer):
     """Scorer by position: later entries score higher, so that the most recent ones are kept."""
 
@@ -234,7 +233,7 @@ class PositionScores(Scorer):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KeyNorm(Scorer):
     """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
@@ -243,7 +242,7 @@ class KeyNorm(Scorer):
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class UniformRandomScores(Scorer):
     """Scorer by uniform random numbers per layer, kv head and position; independent of batch and padding."""
 
@@ -264,7 +263,7 @@ class UniformRandomScores(Scorer):
         return jnp.broadcast_to(samples.T, (batch, heads, padded_len))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GateRank(Rank):
     """Rank by the gate's score of each entry when it was added, in prompt or answer; attention does not change it.
 
@@ -275,7 +274,7 @@ class GateRank(Rank):
     gate: Gate
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GateScores(Scorer):
     """KVzap's scorer, base of Fast KVzip's: a trained gate scores each entry from its token's hidden state.
 

@@ -18,6 +18,7 @@ from jaxkv._checks import (
     validate_float,
     validate_int,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.layer_budgets import (
@@ -55,7 +56,7 @@ class VarianceWeighting(enum.Enum):
     UNIFORM = "uniform"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class VarianceLayers(LayerBudgets):
     """D2O's layer budgets: layers whose attention is spread more evenly over keys get more entries; exact sum.
 
@@ -236,7 +237,7 @@ def _scale_to_total(layer_weights: Reals, total: Counts, least: Counts, most: Co
     return xp.where(reach.sum(axis=0) <= total, reach + xp.where(alive, 0.0, over), lifted(high))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OfficialVarianceLayers(VarianceLayers):
     """D2O's layer budgets as in its published code: dense layers keep whole prompts beyond the budget; sizes truncated.
 

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Primitive, Var
 
+from jaxkv._dataclasses import frozen_dataclass
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@frozen_dataclass
 class RecordedCall:
     """Recorded call of a compiled program: abstract arguments and results, the traced program, and other live bytes.
 

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import format_non_default_fields, settled, validate_index
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import LogitShaping
 from jaxkv.attention.steps import NewEntries
@@ -63,7 +64,7 @@ from jaxkv.transform.array_checks import (
     data_fields=["pools", "tables", "left_out", "shapings", "key"],
     meta_fields=["parts", "sliding_windows", "first", "padded_len"],
 )
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CompressedKV:
     """Immutable pytree of one or several layers' compressed entries, made by `compress`; `step` adds tokens.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import UnrotatedProjections
 from jaxkv.cache.pools import EntryPool
 from jaxkv.engine.hadamard import apply_hadamard
@@ -29,7 +30,7 @@ from jaxkv.models.decoder import DecoderBlock
 QueryBuffer = Float[Array, "B K G R D"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BlockInputs:
     """Inputs of one layer's block in a decode step: view of its entries, RoPE angles, query buffer and others.
 

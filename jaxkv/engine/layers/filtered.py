@@ -1,12 +1,12 @@
 """Layers that attend to the selection of the last filter layer (OmniKV), in the pool or loaded from host memory."""
 
-import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import NewEntries, WorkTable
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 from jaxkv.engine.layers.dense import FullAttentionCacheLayer, Read
@@ -15,7 +15,7 @@ from jaxkv.engine.sparse import Loaded, SelectedPositions, find_pool_rows
 from jaxkv.engine.tokens import TokenProjections
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SparseCacheLayer(FullAttentionCacheLayer):
     """One layer's cache in a decode step: attends to selected entries of the first `choosable`, and to all later ones.
 
@@ -59,7 +59,7 @@ class SparseCacheLayer(FullAttentionCacheLayer):
         return work._replace(rows=rows, held=held)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OffloadedCacheLayer(SparseCacheLayer):
     """One layer's cache in a decode step, its prompt in a host store: attends to `loaded` and to device entries."""
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.filters import bound_page_logits
 from jaxkv.attention.steps import WorkTable
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
@@ -32,7 +33,7 @@ class SelectedPageEntries(NamedTuple):
     rest: Int[Array, "B K"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QuestCacheLayer(FullAttentionCacheLayer):
     """One layer's cache in a decode step: a single token attends to few pages, chosen by bounds of their keys (Quest).
 

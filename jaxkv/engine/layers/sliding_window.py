@@ -1,12 +1,12 @@
 """`SlidingWindowCacheLayer`: new tokens attend to the last entries only."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import LogitShaping
 from jaxkv.attention.steps import NewEntries
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode, attend_masked_keys
@@ -16,7 +16,7 @@ from jaxkv.engine.segments import build_window_mask, restrict_to_window
 from jaxkv.engine.tokens import TokenProjections
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SlidingWindowCacheLayer(FullAttentionCacheLayer):
     """One layer's cache in a decode step: each new token attends to the last `window` tokens, its own included."""
 

@@ -1,12 +1,12 @@
 """State passed from layer to layer in a decode step: new tokens, a filter's selection, a fused kernel's work table."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import WorkTable
 from jaxkv.cache import CacheArrays, EntryPool
 from jaxkv.engine.pages import count_full_pages, find_newest_page
@@ -16,7 +16,7 @@ from jaxkv.engine.spec import DecodeSpec
 from jaxkv.engine.tokens import NewTokens
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class StepState:
     """State passed from layer to layer in a decode step: new tokens, work table, the last filter layer's selection.
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.ruler.wording import RulerWording
 
@@ -40,7 +41,7 @@ class RulerPrompt(NamedTuple):
 Counter = Callable[[RulerPrompt], int]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PromptRecipe(abc.ABC):
     """Base class of recipes: makes prompts of one kind with haystacks of any size; `new_tokens` limits the answer."""
 

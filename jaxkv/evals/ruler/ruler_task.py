@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.question_tasks import QuestionTask, encode_sample
 from jaxkv.evals.ruler.chains import VariableTrackingRecipe
@@ -38,7 +39,7 @@ _LONG = 4096
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SyntheticTask(QuestionTask):
     """Base class of `Ruler` and `Needle`, whose synthetic prompts are made at given lengths in the model's tokens.
 
@@ -105,7 +106,7 @@ class SyntheticTask(QuestionTask):
 
 
 @task("ruler")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Ruler(SyntheticTask):
     """Task: RULER's 13 tasks of needles in a haystack, variable tracking, words to count, questions over documents.
 

@@ -1,10 +1,9 @@
 """DropKV: keep the entries whose single removal changes the attention output of the prompt's last queries most."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
@@ -12,7 +11,7 @@ from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import ScorerInputs, Scores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OutputChangeScorer(WindowScorer):
     """DropKV's scorer: squared change of the window's attention outputs if the entry alone is evicted.
 
@@ -65,7 +64,7 @@ def _compute_output_changes(
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DropKV(BudgetMethod):
     """Keep the entries whose eviction would change attention outputs of the prompt's last queries most.
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv._checks import ENDLESS, validate_field, validate_float, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.head_budgets import HeadBudgets, ScoredEntries
@@ -27,7 +28,7 @@ from jaxkv.policies.topk import mask_top_k
 from jaxkv.policies.unseen import PositionScores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     """Layer and head budgets of DuoAttention: retrieval kv heads keep all entries, streaming heads `reach` entries.
 
@@ -119,7 +120,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DuoAttention(Policy):
     """Keep every entry in retrieval kv heads; only sinks and the most recent tokens in streaming heads.
 

@@ -1,7 +1,5 @@
 """Fast KVzip: score entries by a gate of learned queries and keys, trained to predict KVzip's scores."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -11,6 +9,7 @@ from jaxkv._checks import (
     validate_float,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.head_budgets import AdaptiveHeads, add_score_threshold, check_threshold_field
 from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
@@ -21,7 +20,7 @@ from jaxkv.policies.trained import FastKVzipGate
 from jaxkv.policies.unseen import GateScores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RecentGateScorer(GateScores):
     """Scorer by a trained gate; the last tokens of each text, the share `recent`, score higher than all others.
 
@@ -40,7 +39,7 @@ class RecentGateScorer(GateScores):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FastKVzip(BudgetMethod):
     """Keep entries by a gate trained to predict KVzip's scores; kv heads of all layers compete for one budget.
 

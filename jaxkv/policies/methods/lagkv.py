@@ -1,12 +1,11 @@
 """LagKV: keep the entries that stand out against the following partition of the text."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._checks import validate_bool, validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Scorer, ScorerInputs, Scores
@@ -15,7 +14,7 @@ from jaxkv.policies.scorer import Scorer, ScorerInputs, Scores
 _MOST = 1e15
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LagRelativeScorer(Scorer):
     """LagKV's scorer: rank in the partition by key and value std over channels, scaled by the next partition's range.
 
@@ -87,7 +86,7 @@ class LagRelativeScorer(Scorer):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LagKV(BudgetMethod):
     """Keep sinks, the last entries, and those that vary most over channels, scaled by the next partition's range.
 

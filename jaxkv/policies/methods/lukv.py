@@ -1,8 +1,7 @@
 """LU-KV: head budgets by curves from a file, which give each head's evicted share for each total share."""
 
-import dataclasses
-
 from jaxkv._checks import validate_optional_field
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.checks import ShareBudget
 from jaxkv.policies.head_budgets import unwrap_head_budgets
@@ -18,7 +17,7 @@ _SHARES = 99
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LUKV(PolicyWrapper):
     """Keep the base policy's best entries, with layer and head budgets from the model's measured curves, if given.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
@@ -11,7 +12,7 @@ from jaxkv.policies.wrapper import SparseReadPolicy
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OmniKV(SparseReadPolicy):
     """Keep every entry, or those that `base` keeps; filter layers choose, per new token, what layers above attend to.
 
@@ -74,7 +75,7 @@ class OmniKV(SparseReadPolicy):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BrutalOffload(Policy):
     """Keep every entry, those of upper layers in host memory, loaded in full for each token: a baseline.
 

@@ -1,7 +1,5 @@
 """R-KV: keep entries that the last queries attend to and whose keys are not redundant, also while decoding."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv._checks import validate_field, validate_float
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.attended import MaxPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -19,7 +18,7 @@ from jaxkv.sharding.collectives import max_over_devices
 COSINES = 1 << 22
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AttentionRedundancyScorer(WindowScorer):
     """R-KV's scorer: `mix_lambda` * attention from the last queries - (1 - `mix_lambda`) * redundancy of the key.
 
@@ -126,7 +125,7 @@ def _compute_mean_key_cosines(
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RKV(BudgetMethod):
     """Keep entries of high attention and low key redundancy, and recompress after every `every` new tokens.
 
