@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 # Candidate chunk sizes, as multiples of total rows / programs: 1/4 to 2.
 _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
@@ -30,12 +31,12 @@ class WorkTable:
         count: `i32[L, B, K]` number of its chunks.
     """
 
-    segment: jax.Array
-    row: jax.Array
-    rows: jax.Array
-    last: jax.Array
-    first: jax.Array
-    count: jax.Array
+    segment: Array
+    row: Array
+    rows: Array
+    last: Array
+    first: Array
+    count: Array
 
 
 def compute_max_chunks(programs: int, segments: int) -> int:
@@ -47,9 +48,7 @@ def compute_max_chunks(programs: int, segments: int) -> int:
     return programs + 2 * segments + min(programs, 2 * segments)
 
 
-def build_work_table(
-    start: jax.Array, length: jax.Array, *, programs: int, block: int = 64
-) -> WorkTable:
+def build_work_table(start: Array, length: Array, *, programs: int, block: int = 64) -> WorkTable:
     """Cut all layers' segments into chunks of similar work, one per program; return the `WorkTable`.
 
     Args:

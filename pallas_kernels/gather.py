@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels._compat import (
     LaunchParameters,
@@ -20,13 +21,13 @@ from pallas_kernels._compat import (
 
 @partial(jax.jit, static_argnames=("block", "interpret"))
 def gather_kept_entries(
-    k: jax.Array,
-    v: jax.Array,
-    source: jax.Array,
+    k: Array,
+    v: Array,
+    source: Array,
     *,
     block: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Gather a layer's kept entries by source index into a pool; return keys, values and positions (-1 in free rows).
 
     Args:

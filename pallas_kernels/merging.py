@@ -5,7 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     MASKED,
@@ -30,16 +30,16 @@ from pallas_kernels.rows import (
 
 
 def combine_chunk_outputs(
-    parts: jax.Array,
-    part_lse: jax.Array,
+    parts: Array,
+    part_lse: Array,
     chunks: WorkTable,
     layer: int,
-    sink_logits: jax.Array | None = None,
+    sink_logits: Array | None = None,
     *,
     dtype: jnp.dtype,
     how: DecodeKernelOptions,
     sequences: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Combine each segment's chunk outputs in a layer, and any sink logits, by log-sum-exp; return outputs and lse.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], complete; the layer, a scalar; first and count of all
@@ -141,18 +141,18 @@ def combine_chunk_outputs(
 
 
 def add_attention_to_scores(
-    kept: jax.Array,
+    kept: Array,
     logits: LogitsLayout,
-    lse: jax.Array,
+    lse: Array,
     chunks: WorkTable,
     layer: int,
-    out: jax.Array,
-    score: jax.Array,
-    counts: jax.Array | None,
-    begin: jax.Array | None,
+    out: Array,
+    score: Array,
+    counts: Array | None,
+    begin: Array | None,
     *,
     how: DecodeKernelOptions,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Add mean softmax weights to scores (of a new entry, to `begin`) where `counts`; return given output, new scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],

@@ -11,7 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import _compat_mosaic as mosaic
 from pallas_kernels._compat import MASKED
@@ -48,15 +48,15 @@ def find_unsupported_cuda() -> str | None:
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
 def flash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    length: Array,
     *,
     tiles: HopperTiles | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Compute causal attention of T queries per sequence on Hopper, in 16 bits; return output and log-sum-exp.
 
     Args:
@@ -127,7 +127,7 @@ def flash(
     return out[:, :, :queries].reshape(*shape, dim), lse[:, :, :queries].reshape(shape)
 
 
-def _pad_rows(array: jax.Array, multiple: int) -> jax.Array:
+def _pad_rows(array: Array, multiple: int) -> Array:
     """Pad an array `[B, H, n, D]` with zeros until n is a multiple of `multiple`."""
     more = -array.shape[2] % multiple
     return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) if more else array

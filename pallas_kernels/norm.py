@@ -4,21 +4,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import BlockSpec, LaunchParameters, call_triton_kernel, load, store
 
 
 @partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
 def add_norm(
-    x: jax.Array,
-    added: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    added: Array,
+    scale: Array,
     *,
     eps: float,
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Add a product's split-K parts to the residual stream; return the sum, and the sum RMS-normalised and scaled.
 
     Args:

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     LOG2E,
@@ -28,17 +28,17 @@ from pallas_kernels.tiles import PrefillTiles, choose_prefill_tiles
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "window", "interpret"))
 def flash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    length: Array,
     *,
     tiles: PrefillTiles | None = None,
     softcap: float | None = None,
     window: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Compute causal attention of T queries per sequence in Triton, with any softcap and window; return output, lse.
 
     Args:
@@ -158,17 +158,17 @@ def flash(
 
 @partial(jax.jit, static_argnames=("per_query_head", "tiles", "softcap", "interpret"))
 def sum_attention_per_key(
-    q: jax.Array,
-    k: jax.Array,
-    lse: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
+    q: Array,
+    k: Array,
+    lse: Array,
+    first: Array,
+    length: Array,
     *,
     per_query_head: bool = False,
     tiles: PrefillTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Sum the causal attention that keys receive from queries of known lse; mean over a group unless `per_query_head`.
 
     With all queries of a prompt this is H2O's score; for a few queries `sum_window_attention` is faster.

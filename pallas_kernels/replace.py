@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     BlockSpec,
@@ -29,16 +29,16 @@ _SCALAR = BlockSpec((None, None), lambda h, b: (b, h))
 
 @partial(jax.jit, static_argnames=("interpret",))
 def overwrite_evicted_rows(
-    k: jax.Array,
-    v: jax.Array,
-    pos: jax.Array,
-    score: jax.Array | None,
-    place: jax.Array,
-    last: jax.Array,
-    over: jax.Array,
+    k: Array,
+    v: Array,
+    pos: Array,
+    score: Array | None,
+    place: Array,
+    last: Array,
+    over: Array,
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[Array, Array, Array, Array | None]:
     """In segments where `over`, move the entry in row `last` to evicted row `place`; return the pool's arrays.
 
     Args:
@@ -80,20 +80,20 @@ def overwrite_evicted_rows(
 
 @partial(jax.jit, static_argnames=("weigh", "interpret"))
 def evict_lowest_entries(
-    k: jax.Array,
-    v: jax.Array,
-    pos: jax.Array,
-    score: jax.Array | None,
-    start: jax.Array,
-    length: jax.Array,
-    limit: jax.Array,
-    recent: jax.Array,
-    seen: jax.Array,
-    prompt: jax.Array,
+    k: Array,
+    v: Array,
+    pos: Array,
+    score: Array | None,
+    start: Array,
+    length: Array,
+    limit: Array,
+    recent: Array,
+    seen: Array,
+    prompt: Array,
     *,
-    weigh: Callable[..., tuple[jax.Array, jax.Array]],
+    weigh: Callable[..., tuple[Array, Array]],
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[Array, Array, Array, Array | None, Array]:
     """Overwrite the lowest-ranked evictable entry of segments over limits by the newest; return pool, flags.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     MASKED,
@@ -43,12 +43,12 @@ class NewTokenInputs(NamedTuple):
         pos: `i32[B, P]` positions of the pool's entries.
     """
 
-    kv: jax.Array
-    cos: jax.Array
-    sin: jax.Array
-    position: jax.Array
-    counts: jax.Array
-    pos: jax.Array
+    kv: Array
+    cos: Array
+    sin: Array
+    position: Array
+    counts: Array
+    pos: Array
 
 
 class LogitsLayout(NamedTuple):
@@ -59,7 +59,7 @@ class LogitsLayout(NamedTuple):
         widest: maximum entries of a segment, or None.
     """
 
-    start: jax.Array
+    start: Array
     widest: int | None
 
     def count_kept_logits(self, pool_rows: int) -> int:
@@ -85,11 +85,11 @@ class SelectedEntries(NamedTuple):
         start: `i32[L, B, K]` first row of each segment.
     """
 
-    rows: jax.Array
-    scheduled: jax.Array
-    held: jax.Array
-    rest: jax.Array
-    start: jax.Array
+    rows: Array
+    scheduled: Array
+    held: Array
+    rest: Array
+    start: Array
 
 
 class DecodeKernelOptions(NamedTuple):
@@ -120,14 +120,14 @@ class ChunkAttentionResults(NamedTuple):
         pool: updated k, v and pos, with a token.
     """
 
-    out: jax.Array
-    lse: jax.Array
-    logits: jax.Array | None
+    out: Array
+    lse: Array
+    logits: Array | None
     pool: tuple[Any, ...]
 
 
 def attend_to_chunks(
-    q: jax.Array,
+    q: Array,
     k: Rows,
     v: Rows,
     chunks: WorkTable,
@@ -332,7 +332,7 @@ def make_layer_operand(layer: int) -> Operand:
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
-def make_segment_operand(table: jax.Array) -> Operand:
+def make_segment_operand(table: Array) -> Operand:
     """Return (array, block spec) of a table `[L, B, K]`, reshaped to `[L, B*K]`, of which a program sees all."""
     return make_whole_operand(table.reshape(table.shape[0], -1))
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     LOG2E,
@@ -26,16 +26,16 @@ from pallas_kernels.tiles import WindowTiles, choose_window_tiles
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "interpret"))
 def sum_window_attention(
-    q: jax.Array,
-    k: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
-    sink_logits: jax.Array | None = None,
+    q: Array,
+    k: Array,
+    first: Array,
+    length: Array,
+    sink_logits: Array | None = None,
     *,
     tiles: WindowTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Return attention `f32[B, K, S]` that keys receive from the observation window: sum over w queries, mean over G.
 
     The group's queries are rows of one tile, so that each pass reads a key once for all of them.

@@ -17,7 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import _compat_tpu as tpu
 from pallas_kernels.tpu import codes
@@ -39,15 +39,15 @@ def supports_pool(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
 
 @partial(jax.jit, static_argnames=("softcap", "interpret"))
 def attend(
-    q: jax.Array,
+    q: Array,
     k: Rows,
     v: Rows,
-    start: jax.Array,
-    length: jax.Array,
+    start: Array,
+    length: Array,
     *,
     softcap: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Compute attention of R queries per kv head over its segment of a pool, on a TPU; return output, log-sum-exp.
 
     Args:
@@ -69,17 +69,17 @@ def attend(
 
 @partial(jax.jit, static_argnames=("softcap", "interpret"))
 def append_and_attend(
-    q: jax.Array,
+    q: Array,
     new: tuple[Rows, Rows],
     k: Rows,
     v: Rows,
-    start: jax.Array,
-    length: jax.Array,
-    counts: jax.Array,
+    start: Array,
+    length: Array,
+    counts: Array,
     *,
     softcap: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, Rows, Rows]:
+) -> tuple[Array, Array, Rows, Rows]:
     """On a TPU, append an entry to each segment and attend, new one included; return output, lse, k, v pools.
 
     Entries are written in place if the pool is donated. A sliding window is a later `start` with a smaller `length`.

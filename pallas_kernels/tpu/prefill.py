@@ -4,7 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import _compat_tpu as tpu
 
@@ -27,15 +27,15 @@ def supports_prompt(slots: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def flash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     lse: bool,
     softcap: float | None = None,
     window: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Array, Array | None]:
     """Compute causal attention of right-padded prompts, on a TPU; return output and log-sum-exp (None unless `lse`).
 
     Padding needs no mask: no query sees a later key.
