@@ -371,7 +371,8 @@ def require_shape_and_dtype(
     Raises:
         TypeError: for anything else.
     """
-    mine, kind = getattr(given, "shape", None), getattr(given, "dtype", None)
+    mine = getattr(given, "shape", None)
+    kind = getattr(given, "dtype", None)
     if mine != tuple(shape) or kind != dtype:
         gave = type(given).__name__ if mine is None else f"{kind}{list(mine)}"
         remedy = f"give one {jnp.dtype(dtype).name} for each {about} = {list(shape)}"
@@ -457,7 +458,9 @@ def clear_issued_warnings() -> None:
 
 def _count_frames_to_user() -> int:
     """Return the number of stack frames up to the user's code, as `stacklevel` of `warnings.warn` in `warn_once`."""
-    frame, level = sys._getframe(1), 1
+    frame = sys._getframe(1)
+    level = 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     return level

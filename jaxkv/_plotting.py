@@ -29,7 +29,8 @@ def make_figure(width: float, height: float) -> Any:
 
 def get_line_style(at: int) -> dict[str, str]:
     """Return a dict of colour, dash and marker of the line at index `at`, cycled: arguments of matplotlib's `plot`."""
-    dash, marker = _DASHES[at % len(_DASHES)], _MARKERS[at % len(_MARKERS)]
+    dash = _DASHES[at % len(_DASHES)]
+    marker = _MARKERS[at % len(_MARKERS)]
     return {"color": _COLOURS[at % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 

@@ -159,7 +159,8 @@ def make_random_key(seed: int) -> PRNGKeyArray:
     """
     if -(2**31) <= seed < _SEEDS:
         return jax.random.key(seed)
-    low, high = np.uint32(seed % _SEEDS), np.uint32(seed // _SEEDS % _SEEDS)
+    low = np.uint32(seed % _SEEDS)
+    high = np.uint32(seed // _SEEDS % _SEEDS)
     return jax.random.fold_in(jax.random.key(low), high)
 
 
@@ -214,7 +215,8 @@ def require_prompts_fit(
     cache: KVCache | None,
 ) -> None:
     """Raise ValueError if cache, prompts, `new` (rolling: entries) exceed positions, or cache batch not 1 or theirs."""
-    seen, limit = np.zeros(1, np.int32), config.max_positions
+    seen = np.zeros(1, np.int32)
+    limit = config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
         require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
@@ -252,14 +254,14 @@ def _require_rolling_entries_fit(
     config: ModelConfig, policy: Policy, lengths: np.ndarray, new: int, cache: KVCache | None
 ) -> None:
     """Raise ValueError if a policy with rolling positions would hold more entries than the model has positions."""
-    limit, parts = config.max_positions, policy.composed
+    limit = config.max_positions
+    parts = policy.composed
     if cache is None:
-        read, numbers = (
-            int(lengths.max()),
-            compute_entry_counts(parts, lengths, config.sliding_windows),
-        )
+        read = int(lengths.max())
+        numbers = compute_entry_counts(parts, lengths, config.sliding_windows)
         assert numbers.rows is not None
-        now, target = int(numbers.rows.max()), int(numbers.most.max())
+        now = int(numbers.rows.max())
+        target = int(numbers.most.max())
     else:
         read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
         target = int(copy_to_host(cache.limit).max())

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxkv import _checks, arguments
 from jaxkv._checks import settled
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.decode_loop import DecodeLoop
@@ -81,7 +82,8 @@ def prefill(
         key=key,
         implementation=implementation,
     )
-    params, raw = arguments.validate_model(params, mesh), _checks.validate_bool("raw", raw)
+    params = arguments.validate_model(params, mesh)
+    raw = _checks.validate_bool("raw", raw)
     key = arguments.validate_random_key(key)
     progress = arguments.validate_progress(progress)
     session = Session(params, policy, implementation=implementation, key=key)
@@ -230,7 +232,8 @@ def generate(
         stream_interval=stream_interval,
         implementation=implementation,
     )
-    params, cache = arguments.validate_model(params, mesh), arguments.validate_cache(cache)
+    params = arguments.validate_model(params, mesh)
+    cache = arguments.validate_cache(cache)
     max_new_tokens = _checks.validate_int(
         "max_new_tokens", max_new_tokens, "sample at least 1 token"
     )
@@ -240,8 +243,10 @@ def generate(
     sampling = arguments.validate_sampler(
         sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
-    stops, key = arguments.validate_stop_strings(stop), arguments.validate_random_key(key, seed)
-    raw, stream = _checks.validate_bool("raw", raw), _checks.validate_bool("stream", stream)
+    stops = arguments.validate_stop_strings(stop)
+    key = arguments.validate_random_key(key, seed)
+    raw = _checks.validate_bool("raw", raw)
+    stream = _checks.validate_bool("stream", stream)
     stop_at_eos = _checks.validate_bool("stop_at_eos", stop_at_eos)
     implementation = arguments.validate_implementation(implementation)
     progress = arguments.validate_progress(progress)
@@ -279,7 +284,7 @@ def generate(
     return run_generator(pieces)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GenerateCall:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
@@ -311,7 +316,9 @@ def make_progress_bar(progress: bool | None, total: int, title: str) -> tqdm:
 
 def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]:
     """Generator: run one `generate` call; if streaming, yield lists of new text per sequence; return `Generation`."""
-    session, params, encoded = call.session, call.session.params, call.encoded
+    session = call.session
+    params = call.session.params
+    encoded = call.encoded
     eos = params.end_token_ids if call.stop_at_eos else ()
     cache, sizes = _prefill_or_extend(call, ends=len(make_end_id_table(call.sampling, eos)))
     decode_loop = session.start_decode_loop(
@@ -336,7 +343,10 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
 
 def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[str, Any]]:
     """Prefill prompts while the decode loop compiles, or extend the given cache; return cache and sizes for `Stats`."""
-    session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
+    session = call.session
+    encoded = call.encoded
+    given = call.cache
+    new = call.max_new_tokens
     if given is not None:
         # Sizes are read before the cache is extended.
         sizes = _collect_cache_sizes(given, given.nbytes)
@@ -379,7 +389,8 @@ def _sample_until_end(
             else decode_loop.size
         )
         interval = call.interval or decode_loop.left
-        ended, wanted = False, interval
+        ended = False
+        wanted = interval
         while decode_loop.left and not ended:
             with call.session.clocks.decode:
                 sampled = decode_loop.sample_tokens(min(decode_loop.left, pace, wanted))
@@ -402,14 +413,17 @@ def _build_stats(
     decode_loop: DecodeLoop,
 ) -> Stats:
     """Return the `Stats` of one `generate` call from its clocks, cache sizes and transfers; log slow compilation."""
-    session, given = call.session, call.cache
-    clocks, reading = session.clocks, decode_loop.sparse_attention_config
+    session = call.session
+    given = call.cache
+    clocks = session.clocks
+    reading = decode_loop.sparse_attention_config
     moved, cut = _sum_tally_counts(cache)
     log_slow_compilation(clocks.compile_seconds)
     if given is not None:
         # The cache's sequences may be repeated.
         before = [rows * cache.batch // given.batch for rows in _sum_tally_counts(given)]
-        moved, cut = moved - before[0], cut - before[1]
+        moved = moved - before[0]
+        cut = cut - before[1]
     return Stats(
         **sizes,
         prompt_tokens=int(call.encoded.prompt_lengths.sum()),

@@ -74,7 +74,8 @@ class LanguageModel(nnx.Module):
         self._flat: SplitDecoder | None = None
 
     def __repr__(self) -> str:
-        layers, megabytes = self.config.layers, self.nbytes / 1e6
+        layers = self.config.layers
+        megabytes = self.nbytes / 1e6
         weights = "" if self.decoder.weights is None else f" with {self.decoder.weights} weights"
         return f"LanguageModel({self.name!r}, {layers} layers, {self.dtype}{weights}, {megabytes:,.1f} MB)"
 
@@ -123,11 +124,10 @@ class LanguageModel(nnx.Module):
             "the cache belongs to another model: pass the model that made it",
         )
         text = self.tokenizer
-        raw, fresh = cache.turn is ConversationState.RAW, (ConversationState.START,) * cache.batch
-        encoded, held = (
-            encode_prompts(prompt, text, self.config, turn=fresh, raw=raw, close=False),
-            cache.counts(),
-        )
+        raw = cache.turn is ConversationState.RAW
+        fresh = (ConversationState.START,) * cache.batch
+        encoded = encode_prompts(prompt, text, self.config, turn=fresh, raw=raw, close=False)
+        held = cache.counts()
         passages = []
         for ids, counts in zip(encoded.ids, held, strict=True):
             remedy = f"the cache has seen {len(counts)}: pass the prompt that it was made from"
@@ -246,7 +246,8 @@ def load(
         )
         dtype = "float32" if platform == "cpu" else "bfloat16"
     with hosts.share_failures("jaxkv.load", mesh):
-        kind, narrow = validate_dtype(dtype), check_weight_format(weights)
+        kind = validate_dtype(dtype)
+        narrow = check_weight_format(weights)
         checkpoint = open_checkpoint(
             fetch_checkpoint(name_or_path, progress=progress and hosts.is_first_process())
         )
@@ -293,7 +294,8 @@ def load_parameters(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None 
     # Some exporters write the tied matrix twice.
     twice = decoder.head is None and _HEAD in names
     names -= {_HEAD} if twice else set()
-    missing, extra = sorted(places - names), sorted(names - places)
+    missing = sorted(places - names)
+    extra = sorted(names - places)
     # With several processes the check of sharded parameters is collective, so it follows all reads.
     with hosts.share_failures("reading weights", mesh):
         require(
@@ -428,9 +430,11 @@ def _check_tied_head(embedding: StoredTensor, head: StoredTensor) -> None:
         "it differs from the embedding, which tie_word_embeddings=true uses instead: set "
         '"tie_word_embeddings": false in config.json to use it, or remove it from the weights'
     )
-    first, second = embedding.read(()), head.read(())
+    first = embedding.read(())
+    second = head.read(())
     if first.dtype != second.dtype:
-        first, second = first.astype(np.float32), second.astype(np.float32)
+        first = first.astype(np.float32)
+        second = second.astype(np.float32)
     require(np.array_equal(first, second), "weights", _HEAD, remedy)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkv._checks import format_non_default_fields, settled, shorten_text
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import KVCache
 from jaxkv.engine.generation_results import Generation
 from jaxkv.engine.hadamard import apply_hadamard, restore_original_keys
@@ -113,7 +114,8 @@ def tiny_model(
     decoder = Decoder(config, dtype=jnp.dtype(dtype))
     for path, parameter in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
         names = [part for part in path if part != "value"]
-        size, at = parameter.get_value().shape, decoder
+        size = parameter.get_value().shape
+        at = decoder
         for part in names:
             at = at[part] if isinstance(part, int) else getattr(at, part)  # type: ignore[call-overload,index]
         if names[-1] in ("scale", "q_gain", "k_gain"):
@@ -127,7 +129,7 @@ def tiny_model(
     return LanguageModel(decoder, text=None, name=f"tiny-{seed}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _PolicyFromParts(Policy):
     """Policy with the `Parts` passed to its constructor, so that tests can replace one part of a policy."""
 
@@ -212,7 +214,8 @@ def check_policy(
     """
     model = tiny_model() if model is None else model
     policy = resolve_policy_for_model(policy, model.config, model.filter_layers, dtype=model.dtype)
-    budget, rng = policy.composed.budget, np.random.default_rng(seed)
+    budget = policy.composed.budget
+    rng = np.random.default_rng(seed)
     longest = max(2 * budget.value + 1, 24) if isinstance(budget, EntryBudget) else 97
     # Without the other, the shorter prompt has a smaller bucket and more tokens than the budget.
     lengths = (longest, round_up_to_bucket(longest) // 2)
@@ -233,7 +236,8 @@ def _check_entries_match_prompt(case: _PolicyTestCase) -> None:
     # Entries are rounded as the policy's store rounds them.
     everything = _PolicyFromParts(made=Parts(store=case.policy_parts.store))
     exact = {part[:3]: part for part in segments(case.prefill_prompts(case.prompts, everything))}
-    merges, rolls = case.policy_parts.merge is not None, case.policy_parts.rolling
+    merges = case.policy_parts.merge is not None
+    rolls = case.policy_parts.rolling
     for part in segments(case.prompt_cache):
         where = f"layer {part.layer}, sequence {part.sequence}, head {part.head}"
         _assert_property(
@@ -271,7 +275,8 @@ def _check_always_kept_entries(case: _PolicyTestCase) -> None:
 
 def _check_planned_sizes(case: _PolicyTestCase) -> None:
     """Assert that each layer, or all together, keep the planned number of entries (threshold: at most) and bytes."""
-    kept, needed = case.prompt_cache.kept.sum(axis=2), case.prefill_plan
+    kept = case.prompt_cache.kept.sum(axis=2)
+    needed = case.prefill_plan
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
         # The mean of entries that differ between heads is rounded up.
@@ -283,12 +288,14 @@ def _check_planned_sizes(case: _PolicyTestCase) -> None:
             f"{kept.tolist()}, {wanted.tolist()}",
         )
     elif case.policy_parts.score_threshold is not None or case.policy_parts.layers.has_exact_sum:
-        wanted, held = kept.shape[0] * case.model.config.kv_heads * needed.budget, kept.sum(axis=0)
+        wanted = kept.shape[0] * case.model.config.kv_heads * needed.budget
+        held = kept.sum(axis=0)
         fits = held <= wanted if case.policy_parts.score_threshold is not None else held == wanted
         _assert_property(
             fits.all(), "all layers together keep as many entries as planned", wanted.tolist()
         )
-    weighs, planned = case.prompt_cache.nbytes, needed.cache_bytes
+    weighs = case.prompt_cache.nbytes
+    planned = needed.cache_bytes
     _assert_property(
         weighs == planned,
         "the cache has as many bytes as planned",
@@ -303,10 +310,8 @@ def _check_batch_independence(case: _PolicyTestCase) -> None:
         ("another sequence in the batch changes what is kept", (first, second[::-1]), 0, 0),
         ("padding, or a longer sequence in the batch, changes what is kept", (second,), 0, 1),
     ):
-        alone, beside = (
-            case.prefill_prompts(prompts).mask_kept_tokens(row, _LONGEST),
-            case.prompt_cache.mask_kept_tokens(sequence, _LONGEST),
-        )
+        alone = case.prefill_prompts(prompts).mask_kept_tokens(row, _LONGEST)
+        beside = case.prompt_cache.mask_kept_tokens(sequence, _LONGEST)
         _assert_property((alone == beside).all(), about, f"sequence {sequence}")
 
 
@@ -340,11 +345,9 @@ def _check_full_budget(case: _PolicyTestCase) -> None:
     roomy = _PolicyFromParts(
         made=case.policy_parts.replace(budget=EntryBudget(max(case.prompt_lengths) + _NEW))
     )
-    full, exact = (
-        case.generate_answers(roomy),
-        case.generate_answers(
-            _PolicyFromParts(made=Parts(read=case.policy_parts.read, store=case.policy_parts.store))
-        ),
+    full = case.generate_answers(roomy)
+    exact = case.generate_answers(
+        _PolicyFromParts(made=Parts(read=case.policy_parts.read, store=case.policy_parts.store))
     )
     same = all((one.tokens == other.tokens).all() for one, other in zip(full, exact, strict=True))
     _assert_property(same, "a budget of the full text changes no token")
@@ -352,7 +355,8 @@ def _check_full_budget(case: _PolicyTestCase) -> None:
 
 def _check_cache_growth(case: _PolicyTestCase) -> None:
     """Assert that while decoding segments append every token or respect limits, as declared; positions are distinct."""
-    after, parts = case.generate_answers(case.policy).cache, case.policy_parts
+    after = case.generate_answers(case.policy).cache
+    parts = case.policy_parts
     grown = after.kept.astype(np.int64) - case.prompt_cache.kept
     new = np.asarray(after.seen) - np.asarray(case.prompt_lengths)
     beyond = after.kept - np.asarray(after.limit)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as _triton
 
@@ -54,7 +54,7 @@ def call_triton_kernel(
     launch: LaunchParameters,
     interpret: bool,
     aliases: Mapping[str, str] | None = None,
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Run a Triton kernel once per point of `grid` by `pallas_call`; return a dictionary of outputs by name.
 
     Args:
@@ -89,8 +89,9 @@ def call_triton_kernel(
 
 
 def make_sequence_operand(of: Any) -> Operand:
-    """Return (array, block spec) with which program (i, h, b) sees `[...]` of sequence b of an array `[B, ...]`."""
-    return of, BlockSpec((None, *of.shape[1:]), lambda i, h, b: (b,) + (0,) * (len(of.shape) - 1))
+    """Return (array, block spec) with which program (..., b) sees `[...]` of sequence b of an array `[B, ...]`."""
+    rest = of.shape[1:]
+    return of, BlockSpec((None, *rest), lambda *ids: (ids[-1],) + (0,) * len(rest))
 
 
 def make_head_operand(of: Any, group: int = 1) -> Operand:
@@ -107,15 +108,13 @@ def make_query_head_operand(of: Any, group: int) -> Operand:
     )
 
 
-def multiply_matrices(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+def multiply_matrices(a: Array, b: Array, *, transpose_b: bool = False) -> Array:
     """Multiply matrices inside a kernel, accumulated in float32, without tf32 for float32; b can be transposed."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _triton.dot(a, b, trans_b=transpose_b, precision=precision)
 
 
-def compute_scaled_exp2(
-    x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool
-) -> jax.Array:
+def compute_scaled_exp2(x: Array, scale: float, shift: Array, *, interpret: bool) -> Array:
     """Compute 2 ** (x * scale + shift) inside a kernel in two instructions; results below 2 ** -126 are 0.
 
     `jnp.exp2` needs six, because its product and its sum are not fused and denormal results are handled separately.
@@ -133,7 +132,7 @@ def compute_scaled_exp2(
     return _run_inline_ptx(text, "=f,f,f", 1, jnp.float32, x, jnp.broadcast_to(shift, x.shape))
 
 
-def compute_log2(x: jax.Array, *, interpret: bool) -> jax.Array:
+def compute_log2(x: Array, *, interpret: bool) -> Array:
     """Compute log2(x) of positive, normal float32 x inside a kernel in one instruction, approximately."""
     return (
         jnp.log2(x)
@@ -142,7 +141,7 @@ def compute_log2(x: jax.Array, *, interpret: bool) -> jax.Array:
     )
 
 
-def compute_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
+def compute_reciprocal(x: Array, *, interpret: bool) -> Array:
     """Compute 1 / x of normal float32 x inside a kernel in one instruction, approximately."""
     return (
         1 / x
@@ -151,7 +150,7 @@ def compute_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
     )
 
 
-def apply_softcap(logits: jax.Array, cap: float | None, *, interpret: bool) -> jax.Array:
+def apply_softcap(logits: Array, cap: float | None, *, interpret: bool) -> Array:
     """Return cap * tanh(logits / cap) inside a kernel; unchanged logits if the cap is None.
 
     Computed as cap - 2 cap / (1 + e ** (2 logits / cap)), in five instructions; the error is about 1e-7 of the cap.
@@ -170,9 +169,7 @@ def apply_softcap(logits: jax.Array, cap: float | None, *, interpret: bool) -> j
     return cap - 2.0 * cap * compute_reciprocal(1.0 + power, interpret=interpret)
 
 
-def _run_inline_ptx(
-    text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array
-) -> jax.Array:
+def _run_inline_ptx(text: str, constraints: str, pack: int, dtype: Any, *args: Array) -> Array:
     """Run inline PTX elementwise, on `pack` elements at a time; the result has the first argument's shape."""
     shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (out,) = _triton.elementwise_inline_asm(
@@ -185,7 +182,7 @@ def _run_inline_ptx(
 HALF_OFFSET = 1024 + 128
 
 
-def convert_codes_to_float16(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array:
+def convert_codes_to_float16(words: Array, byte: int, *, interpret: bool) -> Array:
     """Return int8 code `byte` (0 or 1) of each 16-bit word, plus `HALF_OFFSET`, as exact float16, inside a kernel.
 
     One or two instructions for two codes.
@@ -202,8 +199,8 @@ def convert_codes_to_float16(words: jax.Array, byte: int, *, interpret: bool) ->
 
 
 def dequantise_nibbles(
-    words: jax.Array, scale: jax.Array, least: jax.Array, *, index: int, interpret: bool
-) -> jax.Array:
+    words: Array, scale: Array, least: Array, *, index: int, interpret: bool
+) -> Array:
     """Return 4-bit code `index` of each word, times scale plus minimum, as float16, inside a kernel.
 
     Rounded once on a GPU; two codes need at most four instructions. Results above 65,504 are infinite.
@@ -221,10 +218,8 @@ def dequantise_nibbles(
         )
         return (code * scale + least).astype(jnp.float16)
     # A code is the end of a mantissa on top of 1024, or four bits higher on top of 64.
-    shift, (mask, top) = (
-        index // 2 * 8,
-        ((0x000F000F, 0x64006400), (0x00F000F0, 0x54005400))[index % 2],
-    )
+    shift = index // 2 * 8
+    (mask, top) = ((0x000F000F, 0x64006400), (0x00F000F0, 0x54005400))[index % 2]
     ends = "sub.rn.f16x2 {0}, {0}, m; fma.rn.f16x2 {0}, {0}, ${1}, ${2};"
     text = f"{{ .reg .b32 u, a, b, m; mov.b32 m, {top:#010x};"
     if words.dtype == jnp.uint16:
@@ -267,9 +262,7 @@ _ADD_4 = (
 )
 
 
-def multiply_add_int8(
-    total: jax.Array, codes: jax.Array, x: jax.Array, *, interpret: bool
-) -> jax.Array:
+def multiply_add_int8(total: Array, codes: Array, x: Array, *, interpret: bool) -> Array:
     """Compute total + codes * x elementwise inside a kernel, for int8 codes and float32, in three instructions each.
 
     Args:
@@ -284,14 +277,14 @@ def multiply_add_int8(
 
 
 def multiply_add_int4(
-    total: jax.Array,
-    codes: jax.Array,
-    low: jax.Array,
-    high: jax.Array,
-    factor: jax.Array,
+    total: Array,
+    codes: Array,
+    low: Array,
+    high: Array,
+    factor: Array,
     *,
     interpret: bool,
-) -> jax.Array:
+) -> Array:
     """Return total + ((1 + a/128) * low + (1 + b/128) * high) * factor for bytes a + 16 b of 4-bit codes.
 
     Two codes need six instructions. The contribution of the ones does not depend on the codes and is subtracted
@@ -322,9 +315,7 @@ def round_up_head_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def load_masked_rows(
-    ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *lead: Any
-) -> jax.Array:
+def load_masked_rows(ref: Any, rows: Array, inside: Array | None, dim: int, *lead: Any) -> Array:
     """Load rows of a `[rows, dim]` ref as `[n, round_up_head_dim(dim)]`; masked rows and padding columns are 0.
 
     Args:
@@ -341,9 +332,7 @@ def load_masked_rows(
     return load(at) if mask is None else load(at, mask=mask, other=zero)
 
 
-def store_masked_rows(
-    ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array
-) -> None:
+def store_masked_rows(ref: Any, rows: Array, inside: Array | None, dim: int, values: Array) -> None:
     """Store values `[n, round_up_head_dim(dim)]` to rows of a `[rows, dim]` ref, except masked rows and padding."""
     columns = jnp.arange(round_up_head_dim(dim), dtype=jnp.int32)
     mask = _make_element_mask(rows, columns, inside, dim)

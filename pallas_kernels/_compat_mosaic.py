@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as _mosaic
 
@@ -33,7 +33,7 @@ _SWIZZLE = 128
 
 def call_mosaic_kernel(
     kernel: Callable[..., None],
-    *arrays: jax.Array,
+    *arrays: Array,
     name: str,
     grid: dict[str, int],
     shapes: Sequence[jax.ShapeDtypeStruct],
@@ -105,7 +105,7 @@ def wait_for_stores() -> None:
     _mosaic.wait_smem_to_gmem(0)
 
 
-def cast_to_wgmma_layout(array: jax.Array, *, interpret: bool) -> jax.Array:
+def cast_to_wgmma_layout(array: Array, *, interpret: bool) -> Array:
     """Convert a matrix, or a vector of one element per row, to the register layout of a tensor-core result."""
     if interpret:
         return array
@@ -113,12 +113,12 @@ def cast_to_wgmma_layout(array: jax.Array, *, interpret: bool) -> jax.Array:
     return _mosaic.layout_cast(array, layout if array.ndim == 2 else layout.reduce(1))
 
 
-def make_tile_indices(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
+def make_tile_indices(shape: tuple[int, ...], axis: int, *, interpret: bool) -> Array:
     """Return each tile element's index along an axis, i32, in the register layout of a tensor-core result (iota)."""
     return cast_to_wgmma_layout(lax.broadcasted_iota(jnp.int32, shape, axis), interpret=interpret)
 
 
-def broadcast_over_columns(vector: jax.Array, like: jax.Array) -> jax.Array:
+def broadcast_over_columns(vector: Array, like: Array) -> Array:
     """Broadcast a vector of one element per row over the columns of a tile of the shape of `like`."""
     return lax.broadcast_in_dim(vector, like.shape, [0])
 
@@ -128,10 +128,10 @@ def multiply_on_tensor_cores(
     columns: Any,
     *,
     transposed: bool = False,
-    start: jax.Array | None = None,
+    start: Array | None = None,
     meanwhile: Callable[[], None],
     interpret: bool,
-) -> jax.Array:
+) -> Array:
     """Compute start + rows @ columns on a warpgroup's tensor cores, calling `meanwhile` before the wait; float32.
 
     Args:
@@ -147,7 +147,8 @@ def multiply_on_tensor_cores(
     """
     if interpret:
         meanwhile()
-        left, right = rows if isinstance(rows, jax.Array) else rows[...], columns[...]
+        left = rows if isinstance(rows, Array) else rows[...]
+        right = columns[...]
         # Tensor cores read shared memory through the same proxy as copies; reads by the warpgroup need a fence.
         commit()
         over = (((1,), (1 if transposed else 0,)), ((), ()))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as _tpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as _splash
@@ -43,8 +44,8 @@ def make_hbm_spec() -> pl.BlockSpec:
 
 def call_tpu_kernel(
     kernel: Callable[..., None],
-    scalars: Sequence[jax.Array],
-    arrays: Sequence[jax.Array],
+    scalars: Sequence[Array],
+    arrays: Sequence[Array],
     *,
     name: str,
     grid: tuple[int, int],
@@ -107,7 +108,7 @@ def make_splash_attention(
     softcap: float | None,
     window: int | None,
     interpret: bool,
-) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
+) -> Callable[[Array, Array, Array], tuple[Array, Array | None]]:
     """Return a function of a prompt's (scaled queries, keys, values) to its causal attention, lse (None unless `lse`).
 
     Args:
@@ -135,7 +136,7 @@ def make_splash_attention(
         interpret=interpret,
     )
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def run(q: Array, k: Array, v: Array) -> tuple[Array, Array | None]:
         found = kernel(q, k, v)
         if not lse:
             return found, None

@@ -6,8 +6,8 @@
 from functools import reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels._compat import (
     convert_codes_to_float16,
@@ -28,9 +28,9 @@ from pallas_kernels.codes import (
 )
 
 # Parts of a row: one if unencoded, one each for even and odd columns in 8 bits, one per group in 4 bits.
-Parts = tuple[jax.Array, ...]
+Parts = tuple[Array, ...]
 # Columns of each part, and the mask of valid columns.
-Columns = tuple[tuple[jax.Array, jax.Array], ...]
+Columns = tuple[tuple[Array, Array], ...]
 
 
 class PoolRowAccess:
@@ -43,8 +43,12 @@ class PoolRowAccess:
     def __init__(
         self, refs: Any, name: str, sequence: Any, dim: int, dtype: Any, interpret: bool
     ) -> None:
-        self.refs, self.name, self.sequence, self.dim = refs, name, sequence, dim
-        self.dtype, self.interpret = dtype, interpret
+        self.refs = refs
+        self.name = name
+        self.sequence = sequence
+        self.dim = dim
+        self.dtype = dtype
+        self.interpret = interpret
         self.columns = self._list_part_columns()
 
     def _list_part_columns(self) -> Columns:
@@ -52,19 +56,18 @@ class PoolRowAccess:
         column = jnp.arange(round_up_head_dim(self.dim), dtype=jnp.int32)
         return ((column, column < self.dim),)
 
-    def load_rows(self, at: jax.Array, inside: jax.Array) -> jax.Array:
+    def load_rows(self, at: Array, inside: Array) -> Array:
         """Load pool rows `at` as `[n, padded dim]` in the model's dtype; rows outside the mask `inside` are 0."""
         ref = getattr(self.refs, self.name)
         return load_masked_rows(ref, at, inside, self.dim, self.sequence).astype(self.dtype)
 
-    def write_entry(
-        self, at: Any, parts: Parts, writes: jax.Array
-    ) -> tuple[Parts, jax.Array | None]:
+    def write_entry(self, at: Any, parts: Parts, writes: Array) -> tuple[Parts, Array | None]:
         """Write a key or value to pool row `at` if `writes`; return its parts as stored, in float32, and None as scale.
 
         The scale, a factor of the codes, is None for unencoded entries.
         """
-        (column, real), row = self.columns[0], parts[0].astype(self.dtype)
+        column, real = self.columns[0]
+        row = parts[0].astype(self.dtype)
         store(getattr(self.refs, f"pool_{self.name}").at[*at, column], row, mask=real & writes)
         return (row.astype(jnp.float32),), None
 
@@ -85,7 +88,7 @@ class Int8PoolRowAccess(PoolRowAccess):
         self.exists = self.word < self.dim // 2
         return tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
 
-    def load_codes(self, at: jax.Array, inside: jax.Array) -> Parts:
+    def load_codes(self, at: Array, inside: Array) -> Parts:
         """Load codes of pool rows `at`, plus `HALF_OFFSET`, as two float16 arrays: even channels, odd channels."""
         mask = inside[:, None] & self.exists[None, :]
         place = getattr(self.refs, self.name).at[self.sequence, at[:, None], self.word[None, :]]
@@ -94,14 +97,12 @@ class Int8PoolRowAccess(PoolRowAccess):
             convert_codes_to_float16(words, byte, interpret=self.interpret) for byte in (0, 1)
         )
 
-    def load_scales(self, at: jax.Array, inside: jax.Array) -> jax.Array:
+    def load_scales(self, at: Array, inside: Array) -> Array:
         """Load the scales of pool rows `at` as float32 `[n]`; 0 outside the mask `inside`."""
         place = getattr(self.refs, f"{self.name}_scale").at[self.sequence, at]
         return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
-    def write_entry(
-        self, at: Any, parts: Parts, writes: jax.Array
-    ) -> tuple[Parts, jax.Array | None]:
+    def write_entry(self, at: Any, parts: Parts, writes: Array) -> tuple[Parts, Array | None]:
         """Write a key's or value's int8 codes and scale to row `at` if `writes`; return both, in float32."""
         rounded = [each.astype(self.dtype).astype(jnp.float32) for each in parts]
         largest = (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in rounded)
@@ -128,8 +129,10 @@ class Int4PoolRowAccess(PoolRowAccess):
 
     def _list_part_columns(self) -> Columns:
         """Return each group's channel indices, in the order of unpacked words, with a mask that is True everywhere."""
-        self.words, self.word = getattr(self.refs, self.name), jnp.arange(GROUP, dtype=jnp.int32)
-        self.blocks, self.groups = self.words.shape[-1] // GROUP, self.dim // GROUP
+        self.words = getattr(self.refs, self.name)
+        self.word = jnp.arange(GROUP, dtype=jnp.int32)
+        self.blocks = self.words.shape[-1] // GROUP
+        self.groups = self.dim // GROUP
         self.decodes_to = jnp.float32 if self.dtype == jnp.float32 else jnp.float16
         groups = (
             group
@@ -138,7 +141,7 @@ class Int4PoolRowAccess(PoolRowAccess):
         )
         return tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
-    def dequantise_rows(self, at: jax.Array, inside: jax.Array) -> Parts:
+    def dequantise_rows(self, at: Array, inside: Array) -> Parts:
         """Load and dequantise pool rows `at`: one array `[n, GROUP]` per group; 0 outside the mask `inside`."""
         scales, leasts = (
             self._load_group_floats(f"{self.name}_{each}", at, inside)
@@ -156,16 +159,14 @@ class Int4PoolRowAccess(PoolRowAccess):
                 found.append(self._dequantise_codes(words, scale, least, index))
         return tuple(found)
 
-    def _dequantise_codes(
-        self, words: jax.Array, scale: jax.Array, least: jax.Array, index: int
-    ) -> jax.Array:
+    def _dequantise_codes(self, words: Array, scale: Array, least: Array, index: int) -> Array:
         """Return 4-bit code `index` of each word, times its scale plus its minimum, in the dtype `decodes_to`."""
         if self.decodes_to == jnp.float16:
             return dequantise_nibbles(words, scale, least, index=index, interpret=self.interpret)
         code = ((words.astype(jnp.int32) >> 4 * index) & 15).astype(jnp.float32)
         return code * scale.astype(jnp.float32) + least.astype(jnp.float32)
 
-    def _load_group_floats(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
+    def _load_group_floats(self, name: str, at: Array, inside: Array) -> list[Array]:
         """Load the scales or minima of pool rows `at`, stored in pairs; return a list with one `f16[n]` per group."""
         ref = getattr(self.refs, name)
         pairs = [
@@ -174,12 +175,13 @@ class Int4PoolRowAccess(PoolRowAccess):
         ]
         return [extract_float16(pairs[group // 2], group % 2) for group in range(self.groups)]
 
-    def write_entry(
-        self, at: Any, parts: Parts, writes: jax.Array
-    ) -> tuple[Parts, jax.Array | None]:
+    def write_entry(self, at: Any, parts: Parts, writes: Array) -> tuple[Parts, Array | None]:
         """Encode a key or value in 4 bits, write it to row `at` if `writes`; return (dequantised groups, None)."""
         order = [list_block_groups(block, self.blocks, self.groups) for block in range(self.blocks)]
-        codes, scales, leasts, stored = {}, {}, {}, []
+        codes = {}
+        scales = {}
+        leasts = {}
+        stored = []
         narrow = [each.astype(self.dtype) for each in parts]
         for group, part in zip((group for each in order for group in each), narrow, strict=True):
             wide = part.astype(jnp.float32)

@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 # Candidate chunk sizes, as multiples of total rows / programs: 1/4 to 2.
 _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
@@ -30,12 +31,12 @@ class WorkTable:
         count: `i32[L, B, K]` number of its chunks.
     """
 
-    segment: jax.Array
-    row: jax.Array
-    rows: jax.Array
-    last: jax.Array
-    first: jax.Array
-    count: jax.Array
+    segment: Array
+    row: Array
+    rows: Array
+    last: Array
+    first: Array
+    count: Array
 
 
 def compute_max_chunks(programs: int, segments: int) -> int:
@@ -47,9 +48,7 @@ def compute_max_chunks(programs: int, segments: int) -> int:
     return programs + 2 * segments + min(programs, 2 * segments)
 
 
-def build_work_table(
-    start: jax.Array, length: jax.Array, *, programs: int, block: int = 64
-) -> WorkTable:
+def build_work_table(start: Array, length: Array, *, programs: int, block: int = 64) -> WorkTable:
     """Cut all layers' segments into chunks of similar work, one per program; return the `WorkTable`.
 
     Args:
@@ -109,10 +108,8 @@ def _choose_chunk_rows(length, *, programs, block):
     chunks = jnp.maximum(_divide_rounding_up(length[:, None, :], sizes[..., None]), 1).sum(
         axis=-1, dtype=jnp.int32
     )
-    waves, rows = (
-        _divide_rounding_up(chunks, programs).astype(jnp.float32),
-        sizes.astype(jnp.float32),
-    )
+    waves = _divide_rounding_up(chunks, programs).astype(jnp.float32)
+    rows = sizes.astype(jnp.float32)
     # Time in rows: in equal waves, or with chunks assigned to idle programs, plus the overhead of each wave.
     cost = jnp.minimum(waves * rows, even + rows) + waves * (block / 2)
     fits = chunks <= compute_max_chunks(programs, segments)

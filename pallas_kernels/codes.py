@@ -2,14 +2,15 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 # As in jaxkv's stores: float16 scales.
-_LARGEST, SMALLEST_SCALE = 127, 2.0**-24
+_LARGEST = 127
+SMALLEST_SCALE = 2.0**-24
 # Columns per 4-bit scale and minimum, and the largest 4-bit code.
-GROUP, LARGEST_4 = 32, 15
+GROUP = 32
+LARGEST_4 = 15
 
 
 class Int8Pool(NamedTuple):
@@ -20,8 +21,8 @@ class Int8Pool(NamedTuple):
         scale: `f16[B, P]` factor of a row's codes.
     """
 
-    code: jax.Array
-    scale: jax.Array
+    code: Array
+    scale: Array
 
 
 class Int4Pool(NamedTuple):
@@ -36,12 +37,12 @@ class Int4Pool(NamedTuple):
         least: `f16[B, P, D / 32]` a group's minimum: a value is about code * scale + least.
     """
 
-    code: jax.Array
-    scale: jax.Array
-    least: jax.Array
+    code: Array
+    scale: Array
+    least: Array
 
 
-Rows = jax.Array | Int8Pool | Int4Pool
+Rows = Array | Int8Pool | Int4Pool
 
 
 def get_pool_shape(rows: Rows) -> tuple[int, ...]:
@@ -57,7 +58,7 @@ def compute_mean_itemsize(k: Rows, v: Rows, dtype: Any) -> int | float:
     return sum(sizes.get(type(rows), jnp.dtype(dtype).itemsize) for rows in (k, v)) / 2
 
 
-def list_pool_operands(name: str, rows: Rows) -> dict[str, jax.Array]:
+def list_pool_operands(name: str, rows: Rows) -> dict[str, Array]:
     """Return a dict of the arrays of keys or values by operand name; 8-bit codes and 4-bit scales are bitcast in pairs.
 
     8-bit codes and the scales of 4-bit codes are bitcast to a type of twice the width, without a copy.
@@ -73,17 +74,17 @@ def list_pool_operands(name: str, rows: Rows) -> dict[str, jax.Array]:
     return {name: _bitcast_pairs(rows.code, jnp.uint16), f"{name}_scale": rows.scale}
 
 
-def _bitcast_pairs(numbers: jax.Array, dtype: Any) -> jax.Array:
+def _bitcast_pairs(numbers: Array, dtype: Any) -> Array:
     """Reinterpret pairs of neighbours in `[B, P, n]` as words `[B, P, n / 2]` of a dtype of twice the bits."""
     return lax.bitcast_convert_type(numbers.reshape(*numbers.shape[:2], -1, 2), dtype)
 
 
-def extract_float16(words: jax.Array, half: int) -> jax.Array:
+def extract_float16(words: Array, half: int) -> Array:
     """Return the float16 in the low (`half` 0) or high (1) 16 bits of int32 words, inside a kernel."""
     return lax.bitcast_convert_type((words >> 16 * half).astype(jnp.int16), jnp.float16)
 
 
-def rebuild_pool(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
+def rebuild_pool(name: str, found: dict[str, Array], like: Rows) -> Rows:
     """Rebuild keys or values, encoded as `like` is, from the kernel outputs `name`, `name_scale`, `name_least`."""
     if isinstance(like, Int4Pool):
         words = (found[f"{name}_{each}"] for each in ("scale", "least"))
@@ -97,15 +98,15 @@ def rebuild_pool(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
     return Int8Pool(code, found[f"{name}_scale"])
 
 
-def compute_scale(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
+def compute_scale(largest: Array, most: int = _LARGEST) -> Array:
     """Return largest / most as float16, the scale that maps code `most` to `largest`: at least 2**-24, but 0 for 0."""
     scale = largest / most
     return jnp.where(scale > 0, jnp.maximum(scale, SMALLEST_SCALE), scale).astype(jnp.float16)
 
 
 def round_to_codes(
-    numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: int = _LARGEST
-) -> jax.Array:
+    numbers: Array, scale: Array, low: int = -_LARGEST, high: int = _LARGEST
+) -> Array:
     """Divide numbers by a scale, round half to even and clip to [low, high]; float32, 0 if the scale is 0."""
     wide = scale.astype(jnp.float32)
     code = jnp.where(wide == 0, 0.0, numbers / jnp.where(wide == 0, 1.0, wide))
@@ -122,6 +123,6 @@ def list_block_groups(block: int, blocks: int, groups: int) -> tuple[int, ...]:
     )
 
 
-def convert_float16_to_bits(half: jax.Array) -> jax.Array:
+def convert_float16_to_bits(half: Array) -> Array:
     """Return the bits of a float16 as an int32 whose high half is 0."""
     return lax.bitcast_convert_type(half, jnp.int16).astype(jnp.int32) & 0xFFFF

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels.chunks import WorkTable, build_work_table
 from pallas_kernels.codes import Rows, compute_mean_itemsize
@@ -52,10 +53,10 @@ class EntryScores:
             P.
     """
 
-    score: jax.Array
-    begin: jax.Array | None = None
-    counts: jax.Array | None = None
-    start: jax.Array | None = None
+    score: Array
+    begin: Array | None = None
+    counts: Array | None = None
+    start: Array | None = None
     widest: int | None = None
 
     def choose_logits_layout(self, start: Any) -> LogitsLayout:
@@ -66,20 +67,20 @@ class EntryScores:
 
 @partial(jax.jit, static_argnames=("layer", "tiles", "softcap", "interpret"))
 def attend(
-    q: jax.Array,
+    q: Array,
     k: Rows,
     v: Rows,
-    start: jax.Array,
-    length: jax.Array,
+    start: Array,
+    length: Array,
     *,
-    sink_logits: jax.Array | None = None,
+    sink_logits: Array | None = None,
     scores: EntryScores | None = None,
     chunks: WorkTable | None = None,
     layer: int = 0,
     tiles: DecodeTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array] | tuple[Array, Array, Array]:
     """Compute attention of R queries per kv head over its segment; return output, log-sum-exp, any new scores.
 
     Args:
@@ -107,10 +108,8 @@ def attend(
         together = count_concurrent_programs(dim=q.shape[3], itemsize=itemsize, interpret=interpret)
         # Each tile of many queries has its own programs.
         each = max(1, together // -(-q.shape[2] // tile))
-        chunks, layer = (
-            build_work_table(start[None], length[None], programs=each, block=tiles.chunk),
-            0,
-        )
+        chunks = build_work_table(start[None], length[None], programs=each, block=tiles.chunk)
+        layer = 0
     logits = None if scores is None else scores.choose_logits_layout(start[None])
     how = DecodeKernelOptions(
         tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap
@@ -130,7 +129,7 @@ def attend(
 
 @partial(jax.jit, static_argnames=("layer", "dtype", "tiles", "softcap", "interpret"))
 def append_and_attend(
-    q: jax.Array,
+    q: Array,
     token: NewTokenInputs,
     rows: tuple[Rows, Rows],
     chunks: WorkTable,
@@ -139,7 +138,7 @@ def append_and_attend(
     dtype: Any,
     scores: EntryScores | None = None,
     picks: SelectedEntries | None = None,
-    sink_logits: jax.Array | None = None,
+    sink_logits: Array | None = None,
     tiles: DecodeTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,

@@ -4,13 +4,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels._compat import (
-    BlockSpec,
     LaunchParameters,
     call_triton_kernel,
     load,
     load_masked_rows,
+    make_sequence_operand,
     program_id,
     round_up_head_dim,
     store,
@@ -20,13 +21,13 @@ from pallas_kernels._compat import (
 
 @partial(jax.jit, static_argnames=("block", "interpret"))
 def gather_kept_entries(
-    k: jax.Array,
-    v: jax.Array,
-    source: jax.Array,
+    k: Array,
+    v: Array,
+    source: Array,
     *,
     block: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Gather a layer's kept entries by source index into a pool; return keys, values and positions (-1 in free rows).
 
     Args:
@@ -55,22 +56,19 @@ def gather_kept_entries(
         store_masked_rows(refs.v_out, row, mine, dim, load_masked_rows(refs.v, at, real, dim))
         store(refs.pos.at[row], jnp.where(real, at % slots, -1), mask=mine)
 
-    def whole(of):
-        return of, BlockSpec((None, *of.shape[1:]), lambda i, b: (b,) + (0,) * (len(of.shape) - 1))
-
     found = call_triton_kernel(
         kernel,
         name="compact",
         grid=(-(-rows // block), batch),
         inputs={
-            "k": whole(k.reshape(batch, heads * slots, dim)),
-            "v": whole(v.reshape(batch, heads * slots, dim)),
-            "source": whole(source),
+            "k": make_sequence_operand(k.reshape(batch, heads * slots, dim)),
+            "v": make_sequence_operand(v.reshape(batch, heads * slots, dim)),
+            "source": make_sequence_operand(source),
         },
         outputs={
-            "k_out": whole(jax.ShapeDtypeStruct((batch, rows, dim), k.dtype)),
-            "v_out": whole(jax.ShapeDtypeStruct((batch, rows, dim), v.dtype)),
-            "pos": whole(jax.ShapeDtypeStruct((batch, rows), jnp.int32)),
+            "k_out": make_sequence_operand(jax.ShapeDtypeStruct((batch, rows, dim), k.dtype)),
+            "v_out": make_sequence_operand(jax.ShapeDtypeStruct((batch, rows, dim), v.dtype)),
+            "pos": make_sequence_operand(jax.ShapeDtypeStruct((batch, rows), jnp.int32)),
         },
         launch=LaunchParameters(warps=4, stages=1),
         interpret=interpret,

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels._compat import HALF_OFFSET, load, load_masked_rows, multiply_matrices
 from pallas_kernels.blocks import Int4PoolRowAccess, Int8PoolRowAccess, Parts, PoolRowAccess
@@ -28,7 +29,9 @@ class PoolReader:
     kind: type[PoolRowAccess] = PoolRowAccess
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        self.dim, self.dtype, self.interpret = dim, dtype, interpret
+        self.dim = dim
+        self.dtype = dtype
+        self.interpret = interpret
         self.blocks: Any = self.kind(refs, self.name, sequence, dim, dtype, interpret)
         self.columns = self.blocks.columns
 
@@ -38,7 +41,7 @@ class KeyReader(PoolReader):
 
     name = "k"
 
-    def load_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> Parts:
+    def load_queries(self, ref: Any, rows: Array, real: Array) -> Parts:
         """Load query rows from a ref, split in columns as keys are stored; rows where `real` is False are 0."""
         if len(self.columns) == 1:
             return (load_masked_rows(ref, rows, real, self.dim),)
@@ -56,14 +59,14 @@ class KeyReader(PoolReader):
         return parts[0].astype(self.dtype)
 
     def compute_attention_logits(
-        self, queries: Any, at: jax.Array, inside: jax.Array, scale: float
-    ) -> jax.Array:
+        self, queries: Any, at: Array, inside: Array, scale: float
+    ) -> Array:
         """Return scaled logits `f32[n, rows]` of queries and keys in pool rows `at`; 0 outside the mask `inside`."""
         return (
             multiply_matrices(queries, self.blocks.load_rows(at, inside), transpose_b=True) * scale
         )
 
-    def write_new_key(self, at: Any, parts: Parts, writes: jax.Array) -> Parts:
+    def write_new_key(self, at: Any, parts: Parts, writes: Array) -> Parts:
         """Write a new key to pool row `at` if `writes`; return its parts as later steps read it, float32."""
         stored, scale = self.blocks.write_entry(at, parts, writes)
         return stored if scale is None else tuple(each * scale for each in stored)
@@ -87,8 +90,8 @@ class Int8KeyReader(KeyReader):
         return both, unit, reduce(jnp.add, sums) * HALF_OFFSET
 
     def compute_attention_logits(
-        self, queries: Any, at: jax.Array, inside: jax.Array, scale: float
-    ) -> jax.Array:
+        self, queries: Any, at: Array, inside: Array, scale: float
+    ) -> Array:
         """Return scaled logits `f32[n, rows]` of queries and int8 keys, rows `at`; 0 outside the mask `inside`."""
         both, unit, added = queries
         factor = self.blocks.load_scales(at, inside)
@@ -114,8 +117,8 @@ class Int4KeyReader(KeyReader):
         return tuple(each.astype(self.blocks.decodes_to) for each in scaled), unit
 
     def compute_attention_logits(
-        self, queries: Any, at: jax.Array, inside: jax.Array, scale: float
-    ) -> jax.Array:
+        self, queries: Any, at: Array, inside: Array, scale: float
+    ) -> Array:
         """Return scaled logits `f32[n, rows]` of queries and 4-bit keys, rows `at`; 0 outside the mask `inside`."""
         parts, unit = queries
         keys = self.blocks.dequantise_rows(at, inside)
@@ -126,7 +129,7 @@ class Int4KeyReader(KeyReader):
         return reduce(jnp.add, products) * (unit * scale)[:, None]
 
 
-def divide_by_power_of_two(parts: Parts) -> tuple[Parts, jax.Array]:
+def divide_by_power_of_two(parts: Parts) -> tuple[Parts, Array]:
     """Divide each query by the power of two of its largest magnitude; return float32 below 2, and powers `f32[n]`.
 
     The unit is the exponent of a query's largest magnitude. The division is exact, except for underflow.
@@ -141,7 +144,7 @@ def divide_by_power_of_two(parts: Parts) -> tuple[Parts, jax.Array]:
     return tuple(each * inverse[:, None] for each in wide), unit
 
 
-def split_into_float16(x: jax.Array, dtype: Any) -> Parts:
+def split_into_float16(x: Array, dtype: Any) -> Parts:
     """Split numbers below 2 into float16 arrays, a tuple: one, or for a float32 model high and low that sum to them."""
     first = x.astype(jnp.float16)
     return (

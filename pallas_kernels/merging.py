@@ -5,7 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     MASKED,
@@ -30,16 +30,16 @@ from pallas_kernels.rows import (
 
 
 def combine_chunk_outputs(
-    parts: jax.Array,
-    part_lse: jax.Array,
+    parts: Array,
+    part_lse: Array,
     chunks: WorkTable,
     layer: int,
-    sink_logits: jax.Array | None = None,
+    sink_logits: Array | None = None,
     *,
     dtype: jnp.dtype,
     how: DecodeKernelOptions,
     sequences: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Combine each segment's chunk outputs in a layer, and any sink logits, by log-sum-exp; return outputs and lse.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], complete; the layer, a scalar; first and count of all
@@ -72,7 +72,8 @@ def combine_chunk_outputs(
     def kernel(refs):
         query = program_id(1)
         mine = (refs.layer[...], program_id(0))
-        begin, number = load(refs.first.at[mine]), load(refs.count.at[mine])
+        begin = load(refs.first.at[mine])
+        number = load(refs.count.at[mine])
         # The loop bound depends on both loads, so that the first is not issued after the loop begins.
         number = jnp.where(begin < 0, 0, number)
         column = jnp.arange(round_up_head_dim(dim), dtype=jnp.int32)
@@ -98,7 +99,8 @@ def combine_chunk_outputs(
                 acc * shrink + (part * weight[:, None]).sum(axis=0),
             )
 
-        top, total = jnp.float32(MASKED), jnp.float32(0.0)
+        top = jnp.float32(MASKED)
+        total = jnp.float32(0.0)
         if sink_logits is not None:
             top = load(refs.sinks.at[program_id(0) % heads * rows + query]) * math.log2(math.e)
             total = jnp.float32(1.0)
@@ -139,18 +141,18 @@ def combine_chunk_outputs(
 
 
 def add_attention_to_scores(
-    kept: jax.Array,
+    kept: Array,
     logits: LogitsLayout,
-    lse: jax.Array,
+    lse: Array,
     chunks: WorkTable,
     layer: int,
-    out: jax.Array,
-    score: jax.Array,
-    counts: jax.Array | None,
-    begin: jax.Array | None,
+    out: Array,
+    score: Array,
+    counts: Array | None,
+    begin: Array | None,
     *,
     how: DecodeKernelOptions,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Add mean softmax weights to scores (of a new entry, to `begin`) where `counts`; return given output, new scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
@@ -174,7 +176,8 @@ def add_attention_to_scores(
         The output, and the scores.
     """
     batch, heads, rows = lse.shape
-    padded, segments = 1 << (rows - 1).bit_length(), batch * heads
+    padded = 1 << (rows - 1).bit_length()
+    segments = batch * heads
     # About 32 logits per thread for any R; chunks are seldom longer than this.
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
 

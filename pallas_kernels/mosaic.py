@@ -11,7 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import _compat_mosaic as mosaic
 from pallas_kernels._compat import MASKED
@@ -48,15 +48,15 @@ def find_unsupported_cuda() -> str | None:
 
 @partial(jax.jit, static_argnames=("tiles", "interpret"))
 def flash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    length: Array,
     *,
     tiles: HopperTiles | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Compute causal attention of T queries per sequence on Hopper, in 16 bits; return output and log-sum-exp.
 
     Args:
@@ -89,7 +89,8 @@ def flash(
     rows = tiles.queries * _COMPUTE
     # Copies must be inside their arrays. Buckets are multiples of the tiles, so only short prompts are padded.
     q = _pad_rows(q.reshape(batch, heads * group, queries, dim), rows)
-    k, v = _pad_rows(k, tiles.keys), _pad_rows(v, tiles.keys)
+    k = _pad_rows(k, tiles.keys)
+    v = _pad_rows(v, tiles.keys)
     stage = (tiles.stages, tiles.keys, dim)
     free = mosaic.Barrier(num_arrivals=_COMPUTE, num_barriers=tiles.stages)
     ready = mosaic.Barrier(num_barriers=tiles.stages)
@@ -126,7 +127,7 @@ def flash(
     return out[:, :, :queries].reshape(*shape, dim), lse[:, :, :queries].reshape(shape)
 
 
-def _pad_rows(array: jax.Array, multiple: int) -> jax.Array:
+def _pad_rows(array: Array, multiple: int) -> Array:
     """Pad an array `[B, H, n, D]` with zeros until n is a multiple of `multiple`."""
     more = -array.shape[2] % multiple
     return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) if more else array
@@ -155,7 +156,8 @@ def _program(
     rows = tiles.queries * _COMPUTE
     # The longest rows of the triangle start first, so that the last programs to finish are short ones.
     row = (q_ref.shape[2] // rows - 1 - mosaic.axis_index("tile")) * rows
-    begin, tokens = first_ref[batch], jnp.minimum(length_ref[batch], k_ref.shape[2])
+    begin = first_ref[batch]
+    tokens = jnp.minimum(length_ref[batch], k_ref.shape[2])
     # Both warpgroups run the same number of steps; masks hide keys later than a query.
     end = jnp.minimum(begin + jnp.minimum(row + rows, queries), tokens)
     end = jnp.where(begin + row < tokens, jnp.maximum(end, 0), 0)
@@ -201,7 +203,8 @@ def _attend_in_warpgroup(refs, memory, me, first, tokens, steps, *, tiles, inter
     """Compute the attention of one warpgroup's queries over `steps` blocks of keys; write output and log-sum-exp."""
     q_ref, out_ref, lse_ref = refs
     q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turns = memory
-    q_smem, lse_smem = q_smem.at[me], lse_smem.at[me]
+    q_smem = q_smem.at[me]
+    lse_smem = lse_smem.at[me]
     count, dim = q_smem.shape
     kind = q_smem.dtype
     # exp(x) is 2 ** (x log2 e): one multiplication scales logits and changes the base.

@@ -4,21 +4,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import BlockSpec, LaunchParameters, call_triton_kernel, load, store
 
 
 @partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
 def add_norm(
-    x: jax.Array,
-    added: jax.Array,
-    scale: jax.Array,
+    x: Array,
+    added: Array,
+    scale: Array,
     *,
     eps: float,
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Add a product's split-K parts to the residual stream; return the sum, and the sum RMS-normalised and scaled.
 
     Args:
@@ -32,8 +32,10 @@ def add_norm(
     Returns:
         `[..., E]` the sum, and `[..., E]` its norm in the scale's dtype. The arithmetic is float32.
     """
-    width, dtype = x.shape[-1], jnp.dtype(x.dtype if dtype is None else dtype)
-    rows, parts = x.size // width, added.shape[0]
+    width = x.shape[-1]
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    rows = x.size // width
+    parts = added.shape[0]
     padded = 1 << (width - 1).bit_length()
 
     # Blocks of a program (r): x, sum and norm [E], and added [n, E] of row r; scale [E], complete.
@@ -54,7 +56,8 @@ def add_norm(
         store(refs.sum.at[column], total, mask=mask)
         store(refs.norm.at[column], normed.astype(scale.dtype), mask=mask)
 
-    row, whole = BlockSpec((None, width), lambda r: (r, 0)), BlockSpec((width,), lambda r: (0,))
+    row = BlockSpec((None, width), lambda r: (r, 0))
+    whole = BlockSpec((width,), lambda r: (0,))
     of_parts = BlockSpec((parts, None, width), lambda r: (0, r, 0))
     found = call_triton_kernel(
         kernel,

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     LOG2E,
@@ -28,17 +28,17 @@ from pallas_kernels.tiles import PrefillTiles, choose_prefill_tiles
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "window", "interpret"))
 def flash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    length: Array,
     *,
     tiles: PrefillTiles | None = None,
     softcap: float | None = None,
     window: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Compute causal attention of T queries per sequence in Triton, with any softcap and window; return output, lse.
 
     Args:
@@ -60,8 +60,10 @@ def flash(
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
     tiles = tiles or choose_prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
-    block_q, block_k = tiles.queries, tiles.keys
-    scale, exp2 = LOG2E / dim**0.5, partial(compute_scaled_exp2, interpret=interpret)
+    block_q = tiles.queries
+    block_k = tiles.keys
+    scale = LOG2E / dim**0.5
+    exp2 = partial(compute_scaled_exp2, interpret=interpret)
     # Softcap of the products before scaling.
     cap = None if softcap is None else softcap * dim**0.5
 
@@ -70,7 +72,8 @@ def flash(
     def kernel(refs):
         # The longest rows of the triangle start first, so that the last programs to finish are short ones.
         index = -(-queries // block_q) - 1 - program_id(0)
-        begin, tokens = refs.first[...], refs.length[...]
+        begin = refs.first[...]
+        tokens = refs.length[...]
         row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
         mine = row < queries
         position = begin + row
@@ -108,7 +111,8 @@ def flash(
         end = jnp.minimum(jnp.minimum(first_query + block_q, tokens), slots)
         end = jnp.where(first_query < tokens, end, 0)
         # Blocks of keys completely before the first query, and without padding, need no mask.
-        whole, inside = jnp.minimum(jnp.maximum(first_query + 1, 0), end) // block_k, 0
+        whole = jnp.minimum(jnp.maximum(first_query + 1, 0), end) // block_k
+        inside = 0
         if window is not None:
             # Blocks within the windows of all queries need none, either; blocks in some windows do.
             reach = jnp.maximum(first_query - window + 1, 0) // block_k
@@ -154,17 +158,17 @@ def flash(
 
 @partial(jax.jit, static_argnames=("per_query_head", "tiles", "softcap", "interpret"))
 def sum_attention_per_key(
-    q: jax.Array,
-    k: jax.Array,
-    lse: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
+    q: Array,
+    k: Array,
+    lse: Array,
+    first: Array,
+    length: Array,
     *,
     per_query_head: bool = False,
     tiles: PrefillTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Sum the causal attention that keys receive from queries of known lse; mean over a group unless `per_query_head`.
 
     With all queries of a prompt this is H2O's score; for a few queries `sum_window_attention` is faster.
@@ -194,7 +198,8 @@ def sum_attention_per_key(
     # Blocks of a program (j, h, b), h over H query heads: q [T, D] and shift [T] of head h; k [S, D] of its kv head;
     # first and length of sequence b, scalars; out [S] of head h; it writes keys j * block_k on.
     def kernel(refs):
-        begin, tokens = refs.first[...], refs.length[...]
+        begin = refs.first[...]
+        tokens = refs.length[...]
         at = program_id(0) * block_k
         key = at + jnp.arange(block_k, dtype=jnp.int32)
         mine = key < slots

@@ -8,13 +8,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     BlockSpec,
     LaunchParameters,
     call_triton_kernel,
     load,
+    make_sequence_operand,
     round_up_head_dim,
     store,
     when,
@@ -28,16 +29,16 @@ _SCALAR = BlockSpec((None, None), lambda h, b: (b, h))
 
 @partial(jax.jit, static_argnames=("interpret",))
 def overwrite_evicted_rows(
-    k: jax.Array,
-    v: jax.Array,
-    pos: jax.Array,
-    score: jax.Array | None,
-    place: jax.Array,
-    last: jax.Array,
-    over: jax.Array,
+    k: Array,
+    v: Array,
+    pos: Array,
+    score: Array | None,
+    place: Array,
+    last: Array,
+    over: Array,
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[Array, Array, Array, Array | None]:
     """In segments where `over`, move the entry in row `last` to evicted row `place`; return the pool's arrays.
 
     Args:
@@ -68,7 +69,7 @@ def overwrite_evicted_rows(
         name="replace_rows",
         grid=(place.shape[1], place.shape[0]),
         inputs={name: (each, _SCALAR) for name, each in tables.items()}
-        | {name: _make_sequence_operand(each) for name, each in pools.items()},
+        | {name: make_sequence_operand(each) for name, each in pools.items()},
         outputs=_make_pool_outputs(pools),
         launch=LaunchParameters(warps=1, stages=1),
         interpret=interpret,
@@ -79,20 +80,20 @@ def overwrite_evicted_rows(
 
 @partial(jax.jit, static_argnames=("weigh", "interpret"))
 def evict_lowest_entries(
-    k: jax.Array,
-    v: jax.Array,
-    pos: jax.Array,
-    score: jax.Array | None,
-    start: jax.Array,
-    length: jax.Array,
-    limit: jax.Array,
-    recent: jax.Array,
-    seen: jax.Array,
-    prompt: jax.Array,
+    k: Array,
+    v: Array,
+    pos: Array,
+    score: Array | None,
+    start: Array,
+    length: Array,
+    limit: Array,
+    recent: Array,
+    seen: Array,
+    prompt: Array,
     *,
-    weigh: Callable[..., tuple[jax.Array, jax.Array]],
+    weigh: Callable[..., tuple[Array, Array]],
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[Array, Array, Array, Array | None, Array]:
     """Overwrite the lowest-ranked evictable entry of segments over limits by the newest; return pool, flags.
 
     Args:
@@ -119,12 +120,16 @@ def evict_lowest_entries(
     # Blocks of a program (h, b): start, length, limit, recent and moved of head h of sequence b, seen and prompt of b,
     # scalars; k, v [P, D], pos and score [P] of sequence b, complete, and the same again as outputs.
     def kernel(refs):
-        first, rows = refs.start[...], refs.length[...]
-        seen, prompt, recent = refs.seen[...], refs.prompt[...], refs.recent[...]
+        first = refs.start[...]
+        rows = refs.length[...]
+        seen = refs.seen[...]
+        prompt = refs.prompt[...]
+        recent = refs.recent[...]
 
         def step(index, best):
             offset = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
-            inside, at = offset < rows, first + offset
+            inside = offset < rows
+            at = first + offset
             mine = load(refs.pos.at[at], mask=inside, other=-1)
             scores = jnp.zeros((_BLOCK,), jnp.float32)
             if score is not None:
@@ -155,15 +160,14 @@ def evict_lowest_entries(
             _move_row(refs, pools, place, first + rows - 1)
 
     pools = _collect_pool_arrays(k, v, pos, score)
-    of_sequence = BlockSpec((None,), lambda h, b: (b,))
     tables = {"start": start, "length": length, "limit": limit, "recent": recent}
     inputs = {name: (each, _SCALAR) for name, each in tables.items()}
-    inputs |= {name: (each, of_sequence) for name, each in (("seen", seen), ("prompt", prompt))}
+    inputs |= {"seen": make_sequence_operand(seen), "prompt": make_sequence_operand(prompt)}
     found = call_triton_kernel(
         kernel,
         name="evict_rows",
         grid=(start.shape[1], start.shape[0]),
-        inputs=inputs | {name: _make_sequence_operand(each) for name, each in pools.items()},
+        inputs=inputs | {name: make_sequence_operand(each) for name, each in pools.items()},
         outputs=_make_pool_outputs(pools)
         | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), _SCALAR)},
         launch=LaunchParameters(warps=4, stages=1),
@@ -178,15 +182,10 @@ def _collect_pool_arrays(k, v, pos, score):
     return {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
 
 
-def _make_sequence_operand(leaf):
-    """Return (array, block spec) with which program (h, b) sees all rows of sequence b in a pool array."""
-    return leaf, BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
-
-
 def _make_pool_outputs(pools):
     """Return kernel outputs, (shape, block spec) by "name_out", for the pool arrays, to be aliased to the inputs."""
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in pools.items()}
-    return {f"{name}_out": _make_sequence_operand(shape) for name, shape in shapes.items()}
+    return {f"{name}_out": make_sequence_operand(shape) for name, shape in shapes.items()}
 
 
 def _move_row(refs, pools, to, at):

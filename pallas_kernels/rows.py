@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     MASKED,
@@ -43,12 +43,12 @@ class NewTokenInputs(NamedTuple):
         pos: `i32[B, P]` positions of the pool's entries.
     """
 
-    kv: jax.Array
-    cos: jax.Array
-    sin: jax.Array
-    position: jax.Array
-    counts: jax.Array
-    pos: jax.Array
+    kv: Array
+    cos: Array
+    sin: Array
+    position: Array
+    counts: Array
+    pos: Array
 
 
 class LogitsLayout(NamedTuple):
@@ -59,7 +59,7 @@ class LogitsLayout(NamedTuple):
         widest: maximum entries of a segment, or None.
     """
 
-    start: jax.Array
+    start: Array
     widest: int | None
 
     def count_kept_logits(self, pool_rows: int) -> int:
@@ -85,11 +85,11 @@ class SelectedEntries(NamedTuple):
         start: `i32[L, B, K]` first row of each segment.
     """
 
-    rows: jax.Array
-    scheduled: jax.Array
-    held: jax.Array
-    rest: jax.Array
-    start: jax.Array
+    rows: Array
+    scheduled: Array
+    held: Array
+    rest: Array
+    start: Array
 
 
 class DecodeKernelOptions(NamedTuple):
@@ -120,14 +120,14 @@ class ChunkAttentionResults(NamedTuple):
         pool: updated k, v and pos, with a token.
     """
 
-    out: jax.Array
-    lse: jax.Array
-    logits: jax.Array | None
+    out: Array
+    lse: Array
+    logits: Array | None
     pool: tuple[Any, ...]
 
 
 def attend_to_chunks(
-    q: jax.Array,
+    q: Array,
     k: Rows,
     v: Rows,
     chunks: WorkTable,
@@ -164,7 +164,9 @@ def attend_to_chunks(
     *of_parts, heads, rows, dim = q.shape
     batch, pool_rows, _ = get_pool_shape(k)
     width = chunks.segment.shape[1]
-    block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
+    block = how.tiles.block
+    tile = how.tile
+    scale = math.log2(math.e) / dim**0.5
     cap = None if how.softcap is None else how.softcap * math.log2(math.e)
 
     # Row indices are loaded first: one stage for them and one for the loads that depend on them, with two in flight.
@@ -194,7 +196,8 @@ def attend_to_chunks(
                     )
 
             of = (refs, sequence, dim, how.dtype, how.interpret)
-            keys, values = KEYS.get(type(k), KeyReader)(*of), VALUES.get(type(v), ValueReader)(*of)
+            keys = KEYS.get(type(k), KeyReader)(*of)
+            values = VALUES.get(type(v), ValueReader)(*of)
             if token is None:
                 queries = keys.prepare_queries(
                     keys.load_queries(refs.q, segment * rows + query, real)
@@ -329,7 +332,7 @@ def make_layer_operand(layer: int) -> Operand:
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
-def make_segment_operand(table: jax.Array) -> Operand:
+def make_segment_operand(table: Array) -> Operand:
     """Return (array, block spec) of a table `[L, B, K]`, reshaped to `[L, B*K]`, of which a program sees all."""
     return make_whole_operand(table.reshape(table.shape[0], -1))
 
@@ -341,9 +344,11 @@ def _map_chunk_rows(refs, picks, segment, sequence, heads):
     """
     if picks is None:
         return lambda row, inside=None: row, lambda row: True
-    alike, most = picks.rows.shape[1] == 1, picks.rows.shape[2]
+    alike = picks.rows.shape[1] == 1
+    most = picks.rows.shape[2]
     head = jnp.int32(0) if alike else segment - sequence * heads
-    count, held = load(refs.scheduled.at[sequence]), load(refs.held.at[sequence, head])
+    count = load(refs.scheduled.at[sequence])
+    held = load(refs.held.at[sequence, head])
     start, rest = (load(ref.at[refs.layer[...], segment]) for ref in (refs.start, refs.rest))
 
     def lies(row, inside=True):
@@ -363,7 +368,8 @@ class _NewTokenEntry:
 
     def __init__(self, refs, segment, heads, last, dim, of_parts, key_columns, value_columns):
         self.parts, self.sequences = of_parts
-        half, sequence = dim // 2, segment // heads
+        half = dim // 2
+        sequence = segment // heads
 
         def take(which, column, real):
             def loaded(part):
@@ -376,12 +382,14 @@ class _NewTokenEntry:
         self.joins = last & (load(refs.counts.at[sequence]) > 0)
         self.position = load(refs.position.at[sequence])
         self.values = tuple(take(1, *columns) for columns in value_columns)
-        self.turns, keys = [], []
+        self.turns = []
+        keys = []
         for column, real in key_columns:
             first = column < half
             partner = jnp.where(first, column + half, column - half)
             pair = jnp.where(first, column, column - half)
-            own, other = take(0, column, real), take(0, partner, real)
+            own = take(0, column, real)
+            other = take(0, partner, real)
             cos = load(refs.cos.at[sequence, pair], mask=real, other=0.0)
             sin = load(refs.sin.at[sequence, pair], mask=real, other=0.0)
             sin = jnp.where(first, -sin, sin)
@@ -427,10 +435,9 @@ class _NewTokenEntry:
 
     def write_to_pool(self, refs, row, writes, keys, values):
         """Write the entry to row `row` if `writes`; return float32 key, value (int8: codes), its scale or None."""
-        at, writes = (self.sequence, row), self.joins & writes
-        key, (value, of_value) = (
-            keys.write_new_key(at, self.key, writes),
-            values.write_new_value(at, self.values, writes),
-        )
+        at = (self.sequence, row)
+        writes = self.joins & writes
+        key = keys.write_new_key(at, self.key, writes)
+        value, of_value = values.write_new_value(at, self.values, writes)
         store(refs.pool_pos.at[at], self.position, mask=writes)
         return key, value, of_value

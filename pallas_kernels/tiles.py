@@ -12,7 +12,8 @@ _CORES = 132
 # Number of programs in the work table of interpreted kernels, which run sequentially.
 _INTERPRETED = 4
 # Bytes of shared memory per program, by device names; other devices have 99 KiB.
-_AMPERE, _HOPPER = 166912, 232448
+_AMPERE = 166912
+_HOPPER = 232448
 _SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": _AMPERE}
 
 
@@ -183,7 +184,8 @@ def choose_prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
         )
     # The largest tiles with enough memory to load the next blocks of keys and values in flight. From Hopper on queries
     # are in shared memory, too; before in registers, which XLA fills through a few rows of shared memory.
-    queries, shared = (128 if width <= 256 else 64), get_shared_memory_bytes()
+    queries = 128 if width <= 256 else 64
+    shared = get_shared_memory_bytes()
     choices = ((keys, stages) for stages in (3, 2) for keys in (128, 64, 32) if keys <= queries)
     resident = queries if shared >= _HOPPER else 8
     fitting = (each for each in choices if (resident + 2 * each[0] * each[1]) * width <= shared)

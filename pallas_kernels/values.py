@@ -7,8 +7,8 @@ blocks and the softmax.
 from functools import reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from pallas_kernels._compat import (
     HALF_OFFSET,
@@ -30,21 +30,21 @@ class ValueReader(PoolReader):
     name = "v"
 
     def add_scales_to_logits(
-        self, s: jax.Array, at: jax.Array, inside: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self, s: Array, at: Array, inside: Array
+    ) -> tuple[Array, Array | None]:
         """Return logits plus log2 of the values' scales, and 1 / scale per row; here unchanged logits and None."""
         return s, None
 
-    def add_scale_to_new_logits(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
+    def add_scale_to_new_logits(self, s: Array, scale: Any) -> tuple[Array, Array]:
         """Return a new entry's logits `[n]` plus log2 of its value's scale, and 1 / scale; here unchanged and ones."""
         return s, jnp.ones_like(s)
 
-    def compute_weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
+    def compute_weights(self, s: Array, top: Array) -> Array:
         """Return softmax weights 2 ** (s - top) of logits `[n, rows]`, unnormalised; `top` is the maximum so far."""
         # `compute_scaled_exp2` has fewer instructions, but compilers then spill registers for some shapes.
         return jnp.exp2(s - top[:, None])
 
-    def make_accumulators(self, values: Parts, rows: int, joins: jax.Array | None) -> Parts:
+    def make_accumulators(self, values: Parts, rows: int, joins: Array | None) -> Parts:
         """Return initial output accumulators of `rows` queries, one per part: the new value if `joins`, else 0."""
         shape = (rows, self.columns[0][0].shape[0])
         if joins is None:
@@ -56,10 +56,10 @@ class ValueReader(PoolReader):
     def accumulate_values(
         self,
         sums: Parts,
-        shrink: jax.Array,
-        weights: jax.Array,
-        at: jax.Array,
-        inside: jax.Array,
+        shrink: Array,
+        weights: Array,
+        at: Array,
+        inside: Array,
     ) -> Parts:
         """Multiply accumulators by `shrink` (online softmax), and add weights times the values of pool rows `at`."""
         values = self.blocks.load_rows(at, inside)
@@ -68,17 +68,15 @@ class ValueReader(PoolReader):
     def write_outputs(
         self,
         ref: Any,
-        query: jax.Array,
-        real: jax.Array,
+        query: Array,
+        real: Array,
         sums: Parts,
-        total: jax.Array,
+        total: Array,
     ) -> None:
         """Write the accumulators divided by `total`, the softmax's denominator, to the queries' rows of a ref."""
         store_masked_rows(ref, query, real, self.dim, sums[0] / total[:, None])
 
-    def write_new_value(
-        self, at: Any, values: Parts, writes: jax.Array
-    ) -> tuple[Parts, jax.Array | None]:
+    def write_new_value(self, at: Any, values: Parts, writes: Array) -> tuple[Parts, Array | None]:
         """Write a new value to pool row `at` if `writes`; return its parts, float32, and int8 codes' scale or None.
 
         The scale is None for unencoded values.
@@ -99,28 +97,28 @@ class Int8ValueReader(ValueReader):
     kind: type[PoolRowAccess] = Int8PoolRowAccess
 
     def add_scales_to_logits(
-        self, s: jax.Array, at: jax.Array, inside: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self, s: Array, at: Array, inside: Array
+    ) -> tuple[Array, Array | None]:
         """Return logits plus log2 of the rows' scales, so that weights multiply codes, and 1 / scale per row."""
         logs, factors = self._log_and_invert_scales(self.blocks.load_scales(at, inside))
         return s + logs[None, :], factors
 
-    def add_scale_to_new_logits(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
+    def add_scale_to_new_logits(self, s: Array, scale: Any) -> tuple[Array, Array]:
         """Return a new entry's logits `[n]` plus log2 of its value's scale, and 1 / scale for the denominator."""
         logs, factors = self._log_and_invert_scales(jnp.broadcast_to(scale, s.shape))
         return s + logs, factors
 
-    def compute_weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
+    def compute_weights(self, s: Array, top: Array) -> Array:
         """Return softmax weights 2 ** (s - top), unnormalised, in two instructions; `top` is the maximum so far."""
         return compute_scaled_exp2(s, 1.0, -top[:, None], interpret=self.interpret)
 
     def accumulate_values(
         self,
         sums: Parts,
-        shrink: jax.Array,
-        weights: jax.Array,
-        at: jax.Array,
-        inside: jax.Array,
+        shrink: Array,
+        weights: Array,
+        at: Array,
+        inside: Array,
     ) -> Parts:
         """Multiply accumulators by `shrink`; add weights times the int8 codes of pool rows `at`, without offset."""
         factors = self.blocks.load_codes(at, inside)
@@ -138,21 +136,22 @@ class Int8ValueReader(ValueReader):
     def write_outputs(
         self,
         ref: Any,
-        query: jax.Array,
-        real: jax.Array,
+        query: Array,
+        real: Array,
         sums: Parts,
-        total: jax.Array,
+        total: Array,
     ) -> None:
         """Write each part's accumulator divided by the denominator `total` to its columns of the queries' rows."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
-            place, mask = ref.at[query[:, None], column[None, :]], self._mask_columns(real, exists)
+            place = ref.at[query[:, None], column[None, :]]
+            mask = self._mask_columns(real, exists)
             store(place, each / total[:, None], mask=mask)
 
-    def _mask_columns(self, real: jax.Array, exists: jax.Array) -> jax.Array:
+    def _mask_columns(self, real: Array, exists: Array) -> Array:
         """Return the mask `[n, columns]` of valid columns of valid queries."""
         return real[:, None] & exists[None, :]
 
-    def _log_and_invert_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _log_and_invert_scales(self, scales: Array) -> tuple[Array, Array]:
         """Return log2 and reciprocal of values' scales, raised to `SMALLEST_SCALE` where smaller."""
         scales = jnp.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
         return compute_log2(scales, interpret=self.interpret), compute_reciprocal(
@@ -164,18 +163,16 @@ class Int4ValueReader(Int8ValueReader):
     """Reader of one sequence's 4-bit values: sums by softmax weights, and writes, in a decode kernel."""
 
     kind = Int4PoolRowAccess
-    add_scales_to_logits, add_scale_to_new_logits = (
-        ValueReader.add_scales_to_logits,
-        ValueReader.add_scale_to_new_logits,
-    )
+    add_scales_to_logits = ValueReader.add_scales_to_logits
+    add_scale_to_new_logits = ValueReader.add_scale_to_new_logits
 
     def accumulate_values(
         self,
         sums: Parts,
-        shrink: jax.Array,
-        weights: jax.Array,
-        at: jax.Array,
-        inside: jax.Array,
+        shrink: Array,
+        weights: Array,
+        at: Array,
+        inside: Array,
     ) -> Parts:
         """Multiply accumulators by `shrink`, and add weights times the dequantised values of pool rows `at`."""
         weights = weights.astype(self.blocks.decodes_to)
@@ -185,7 +182,7 @@ class Int4ValueReader(Int8ValueReader):
             for each, new in zip(sums, values, strict=True)
         )
 
-    def _mask_columns(self, real: jax.Array, exists: jax.Array) -> jax.Array:
+    def _mask_columns(self, real: Array, exists: Array) -> Array:
         """Return the mask `[n, columns]` of valid queries; all columns of a group are valid."""
         return jnp.broadcast_to(real[:, None], (real.shape[0], exists.shape[0]))
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels._compat import (
     LOG2E,
@@ -26,16 +26,16 @@ from pallas_kernels.tiles import WindowTiles, choose_window_tiles
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "interpret"))
 def sum_window_attention(
-    q: jax.Array,
-    k: jax.Array,
-    first: jax.Array,
-    length: jax.Array,
-    sink_logits: jax.Array | None = None,
+    q: Array,
+    k: Array,
+    first: Array,
+    length: Array,
+    sink_logits: Array | None = None,
     *,
     tiles: WindowTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Return attention `f32[B, K, S]` that keys receive from the observation window: sum over w queries, mean over G.
 
     The group's queries are rows of one tile, so that each pass reads a key once for all of them.
@@ -76,15 +76,20 @@ def sum_window_attention(
 def _compute_chunk_lse(q, k, position, length, cap, tiles, interpret):
     """Return log-sum-exps `f32[B, K, n, R]` of each query over each of n chunks of keys; -inf where it sees none."""
     batch, heads, rows, dim = q.shape
-    slots, count = k.shape[2], position.shape[1]
-    block_q, block_k = tiles.rows, tiles.keys
-    blocks, per_chunk = -(-slots // block_k), tiles.chunk // block_k
-    chunks, scale = -(-blocks // per_chunk), LOG2E / dim**0.5
+    slots = k.shape[2]
+    count = position.shape[1]
+    block_q = tiles.rows
+    block_k = tiles.keys
+    blocks = -(-slots // block_k)
+    per_chunk = tiles.chunk // block_k
+    chunks = -(-blocks // per_chunk)
+    scale = LOG2E / dim**0.5
 
     # Blocks of a program (c, h, b), h over kv heads and their tiles of rows: q [R, D] of the head; its k [S, D];
     # position [R] and length of sequence b; out [R] of chunk c; it writes its tile's rows.
     def kernel(refs):
-        chunk, tile = program_id(0), program_id(1) % (count // block_q)
+        chunk = program_id(0)
+        tile = program_id(1) % (count // block_q)
         tokens = refs.length[...]
         row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
         at = load(refs.position.at[row])
@@ -142,8 +147,10 @@ def _compute_chunk_lse(q, k, position, length, cap, tiles, interpret):
 def _sum_attention_weights(q, k, position, shift, length, cap, tiles, interpret):
     """Return the attention `f32[B, K, S]` that each key receives, summed over queries of known log-sum-exp."""
     batch, heads, rows, dim = q.shape
-    slots, count = k.shape[2], position.shape[1]
-    block_q, block_k = tiles.rows, tiles.keys
+    slots = k.shape[2]
+    count = position.shape[1]
+    block_q = tiles.rows
+    block_k = tiles.keys
     scale = LOG2E / dim**0.5
 
     # Blocks of a program (j, h, b): q [R, D] of kv head h; its k [S, D]; position [R] and length of sequence b; shift
@@ -151,7 +158,8 @@ def _sum_attention_weights(q, k, position, shift, length, cap, tiles, interpret)
     def kernel(refs):
         key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
         # Padding keys are not read.
-        real, mine = key < refs.length[...], key < slots
+        real = key < refs.length[...]
+        mine = key < slots
         keys = load_masked_rows(refs.k, key, real & mine, dim)
 
         def step(tile, acc):

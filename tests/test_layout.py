@@ -16,6 +16,7 @@ LAYERS = (
     "pallas_kernels",
     "jaxkv._plotting",
     "jaxkv._errors",
+    "jaxkv._dataclasses",
     "jaxkv.checkpoints",
     "jaxkv._checks",
     # Where arrays lie: every program asks.

@@ -79,9 +79,12 @@ def density(
     remedy = "use a share of a query's largest weight, above 0"
     least = _checks.validate_float("least", least, remedy, high=1.0, open_low=True)
     bins = _checks.validate_int("bins", bins, most=1024)
-    variance, dense, maps = [], [], []
+    variance = []
+    dense = []
+    maps = []
     for text in encode_texts(params, texts, following=1):
-        count, length = len(text.ids[0]), place_host_array(text.prompt_lengths, "B", params.axes)
+        count = len(text.ids[0])
+        length = place_host_array(text.prompt_lengths, "B", params.axes)
         pairs = count * (count + 1) / 2
         layers = []
         for _, out in iterate_full_attention_layers(
@@ -124,7 +127,8 @@ def _count_and_bin_weights(
 
         def of_block(given: tuple[Array, Array]) -> tuple[Array, Array]:
             part, at = given
-            paid, real = compute_attention_probabilities(part, keys, at), (at >= 0)[:, None]
+            paid = compute_attention_probabilities(part, keys, at)
+            real = (at >= 0)[:, None]
             seen = (key <= at[:, None]) & real
             large = (paid >= least * paid.max(axis=-1, keepdims=True)) & seen
             weights = jnp.stack([paid.mean(axis=0), seen.astype(jnp.float32)])
@@ -182,7 +186,8 @@ def retained(
     ]
     found = []
     for text in encode_texts(params, texts):
-        count, layers = len(text.ids[0]), []
+        count = len(text.ids[0])
+        layers = []
         keys = [max(1, int(share * count + 1e-9)) for share in given]
         for _, out in iterate_full_attention_layers(params, text, queries=min(queries, count)):
             mine = copy_to_host(
@@ -324,7 +329,8 @@ def find_filter_layers(
         ValueError: as for `similarity`, and if no set leaves enough layers to read a choice.
     """
     indices = find_full_attention_layers(params)
-    layers, m = len(indices), _checks.validate_int("m", m)
+    layers = len(indices)
+    m = _checks.validate_int("m", m)
     most = -(-layers // 4) if most_whole is None else most_whole
     sets = {
         filters: map_layers_to_filters(filters, adjacent, layers)

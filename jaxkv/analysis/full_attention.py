@@ -24,7 +24,8 @@ def encode_texts(
 ) -> list[EncodedPrompts]:
     """List each text's `EncodedPrompts`, a copy per data group; ValueError if too long or up to `following` tokens."""
     listed = _checks.validate_non_empty_tuple("texts", texts, "use a list of one or more texts")
-    most, out = params.config.max_positions, []
+    most = params.config.max_positions
+    out = []
     for text in listed:
         each = encode_prompts(text, params.text, params.config, raw=True, close=False)
         count = len(each.ids[0])
@@ -37,7 +38,8 @@ def encode_texts(
 
 def find_full_attention_layers(params: LanguageModel) -> tuple[int, ...]:
     """Return indices of layers without sliding window; ValueError if none, or if the model has sink logits."""
-    layers, remedy = list_full_attention_layers(params.config.sliding_windows), "use another model"
+    layers = list_full_attention_layers(params.config.sliding_windows)
+    remedy = "use another model"
     require(bool(layers), "params", params.name, f"every layer has a sliding window: {remedy}")
     sinks = params.config.sink_logits
     require(not sinks, "params", params.name, f"its attention has sink logits: {remedy}")
@@ -48,10 +50,8 @@ def iterate_full_attention_layers(
     params: LanguageModel, text: EncodedPrompts, **needs: Any
 ) -> Iterator[tuple[int, LayerOut]]:
     """Prefill a text layer by layer; yield (index, `LayerOut` made for `needs`) of layers without sliding window."""
-    whole, tokens = (
-        find_full_attention_layers(params),
-        text.pad_ids(round_up_to_bucket(len(text.ids[0]))),
-    )
+    whole = find_full_attention_layers(params)
+    tokens = text.pad_ids(round_up_to_bucket(len(text.ids[0])))
     given = (
         place_host_array(tokens, "B S", params.axes),
         place_host_array(text.prompt_lengths, "B", params.axes),

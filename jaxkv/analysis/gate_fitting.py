@@ -64,7 +64,8 @@ def fit_kvzap_gate(
     Raises:
         ValueError: for no texts, empty or too long texts, scores that are not finite, and a penalty of 0.
     """
-    asked, config = PromptReplay(chunk=chunk, sinks=0, weighted=True), params.config
+    asked = PromptReplay(chunk=chunk, sinks=0, weighted=True)
+    config = params.config
     penalty = _checks.validate_float(
         "penalty", penalty, "use a number above 0", low=0.0, high=1e30, open_low=True
     )
@@ -94,10 +95,8 @@ def _collect_regression_data(
 
     An entry without attention counts as the smallest one with attention in its head.
     """
-    ran, count = (
-        dict(iterate_full_attention_layers(params, prompt, hidden=True)),
-        len(prompt.ids[0]),
-    )
+    ran = dict(iterate_full_attention_layers(params, prompt, hidden=True))
+    count = len(prompt.ids[0])
     asks = encode_second_pass_texts(asked, params.text, params.config)
     padded = PaddedPrompts(prompt.pad_ids(round_up_to_bucket(count)), prompt.prompt_lengths, asks)
     xla = Implementation.XLA
@@ -123,7 +122,9 @@ def _fit_layer_gate(
     `products` are sums over tokens of all products of hidden states, a 1 (`size` numbers with it) and scores. The share
     is the mean over heads, 1 for constant scores.
     """
-    xx, xy, yy = products[:size, :size], products[:size, size:], np.diag(products)[size:]
+    xx = products[:size, :size]
+    xy = products[:size, size:]
+    yy = np.diag(products)[size:]
     ridge = np.full(size, penalty)
     ridge[-1] = 0.0
     solved = np.linalg.solve(xx + np.diag(ridge), xy).astype(np.float32)

@@ -55,7 +55,8 @@ def draw_maps(
     """
     wide = min(len(maps), 5)
     grid = figure.subplots(-(-len(maps) // wide), wide, squeeze=False, sharey=True)
-    panels, spare = grid.flat[: len(maps)], grid.flat[len(maps) :]
+    panels = grid.flat[: len(maps)]
+    spare = grid.flat[len(maps) :]
     if most is None:
         most = max(float(np.nanmax(each)) for each in maps.values())
     for panel, (title, values) in zip(panels, maps.items(), strict=True):

@@ -103,7 +103,8 @@ def measure_kept_masks(
         require(policy.build_policy_parts().read.reads_all_entries, "policies", policy, remedy)
     cells = [replace_policy_budget(policy, budget) for policy in given for budget in budgets]
     sessions = [Session(params, policy, key=key) for policy in cells]
-    whole, found = list(find_full_attention_layers(params)), []
+    whole = list(find_full_attention_layers(params))
+    found = []
     for text in encode_texts(params, texts, following):
         count = len(text.ids[0]) - following
         prompt = dataclasses.replace(text, ids=[ids[:count] for ids in text.ids])
@@ -182,7 +183,8 @@ def recall(
     ) -> Sequence[np.ndarray]:
         """Return recall, visible attention `[C, L, H]` and kept counts `[C]` of one text, for C policies."""
         # The last mask is of the whole prompt.
-        masks, layers = np.concatenate([kept, np.ones_like(kept[:1])]), []
+        masks = np.concatenate([kept, np.ones_like(kept[:1])])
+        layers = []
         for at, (_, out) in enumerate(
             iterate_full_attention_layers(params, text, queries=following)
         ):
@@ -282,24 +284,21 @@ def eviction_loss(
     """
     following = _checks.validate_int("following", following)
     for policy in map(resolve_policy, policies):
-        parts, remedy = (
-            policy.build_policy_parts(),
-            "not supported: use policies that evict entries and keep the positions of others",
-        )
+        parts = policy.build_policy_parts()
+        remedy = "not supported: use policies that evict entries and keep the positions of others"
         require(parts.merge is None and not parts.rolling, "policies", policy, remedy)
 
     def measure_losses(
         text: EncodedPrompts, kept: Bool[np.ndarray, "C L K n"]
     ) -> Sequence[np.ndarray]:
         """Return losses, bounds `[C, L, w]` and kept counts `[C]` of one text, for C policies."""
-        prompt, layers = place_host_array(text.prompt_lengths - following, "B", params.axes), []
+        prompt = place_host_array(text.prompt_lengths - following, "B", params.axes)
+        layers = []
         for at, (index, out) in enumerate(
             iterate_full_attention_layers(params, text, queries=following)
         ):
-            sets, leaves = (
-                place_kept_masks(params, kept[:, at], text),
-                params.flat_decoder.blocks[index],
-            )
+            sets = place_kept_masks(params, kept[:, at], text)
+            leaves = params.flat_decoder.blocks[index]
             given = (leaves, out.q, out.k, out.v, out.q_positions, sets, prompt)
             layers.append(
                 [
@@ -337,17 +336,16 @@ def _measure_output_change(
     graphs: DecoderGraphs,
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
     """Return L1 changes `[B, n, w]` of a layer's attention output under n masks of kept prompt entries, and bounds."""
-    block, (_, heads, group, _, dim) = graphs.rebuild_block(leaves), q.shape
+    block = graphs.rebuild_block(leaves)
+    _, heads, group, _, dim = q.shape
     weight = get_float_weight(block.attention, "out").reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
 
     def head(
         mine: Array, keys: Array, values: Array, sets: Array, position: Array, behind: Array
     ) -> tuple[Array, Array]:
-        paid, values = (
-            compute_attention_probabilities(mine, keys, position),
-            values.astype(jnp.float32),
-        )
+        paid = compute_attention_probabilities(mine, keys, position)
+        values = values.astype(jnp.float32)
         whole = exact_einsum("gws,sd->gwd", paid, values)
 
         def one(kept: Array) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.merging import merge_attention_outputs
 from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.attention.steps import GatheredEntries, NewEntries, UnrotatedProjections, WorkTable
@@ -35,7 +36,7 @@ class DeviceTraits(NamedTuple):
         return self.platform in ("gpu", "cuda")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BackendCapabilities:
     """Dataclass of what a backend supports and which program forms are faster on it; programs choose by its fields.
 
@@ -328,7 +329,8 @@ class AttentionBackend(abc.ABC):
         Returns:
             The output, and the pool with the new entries.
         """
-        pool, counts = pool.append_entries(new), new.count > 0
+        pool = pool.append_entries(new)
+        counts = new.count > 0
         given = (pool.store, reach, pool.score, counts)
         out, score = self.attend_and_score(q, *given, shaping=shaping)
         return out, dataclasses.replace(pool, score=score)
@@ -386,7 +388,8 @@ class AttentionBackend(abc.ABC):
         out, lse, pool = self.append_and_attend(q, new, pool, reach, shaping=shaping)
         if work.rows is None or work.held is None:
             return out, pool
-        start, size = work.start[work.layer], work.rows.shape[2]
+        start = work.start[work.layer]
+        size = work.rows.shape[2]
         real = jnp.arange(size, dtype=jnp.int32) < work.held[..., None]
         rows = jnp.where(real, start[..., None] + work.rows, -1)
         held = SegmentRanges.make_strided_ranges(jnp.broadcast_to(work.held, start.shape), size)

@@ -1,6 +1,5 @@
 """Names of attention implementations, and the selection of one for a model and a device."""
 
-import dataclasses
 import enum
 import re
 from functools import cache
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._checks import validate_enum
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention.backend import AttentionBackend, DeviceTraits
 
@@ -46,7 +46,8 @@ class Implementation(enum.Enum):
     def __new__(cls, value: Any, backend: str = "") -> Any:
         """Create an `Implementation` member: its value, the name that users pass, and its backend's import path."""
         member = object.__new__(cls)
-        member._value_, member.backend = value, backend
+        member._value_ = value
+        member.backend = backend
         return member
 
 
@@ -74,7 +75,7 @@ def get_attention_backend(implementation: Implementation) -> AttentionBackend:
     return backend
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefillDecodeImplementations:
     """Pair of attention `Implementation` members: `prefill` for complete prompts, `decode` for segments of a pool."""
 
@@ -109,10 +110,8 @@ def choose_attention_implementations(
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.
     """
-    name, setting = (
-        parse_attention_implementation(name),
-        DeviceTraits(platform, dtype, head_dim, capability),
-    )
+    name = parse_attention_implementation(name)
+    setting = DeviceTraits(platform, dtype, head_dim, capability)
     if name is Implementation.AUTO:
         name = next(
             each for each in _FASTEST if get_attention_backend(each).is_auto_candidate(setting)

@@ -102,7 +102,8 @@ def sum_attention_in_block(
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    queries, keys = inside[:, None, None, :, None], inside[:, None, None, None]
+    queries = inside[:, None, None, :, None]
+    keys = inside[:, None, None, None]
     if zeros:
         return jax.nn.softmax(jnp.where(queries & keys, logits, 0.0), axis=-1).sum(axis=3)
     p = jax.nn.softmax(
@@ -228,7 +229,9 @@ def attend_and_score_blockwise(
 
     Queries are not scaled. Segments have at most `reach.widest` entries.
     """
-    group, start, length = q.shape[2], reach.start, reach.length
+    group = q.shape[2]
+    start = reach.start
+    length = reach.length
     block = choose_segment_block_size(k, q.shape[1])
     scaled = scale_queries(q)
     assert reach.widest is not None

@@ -25,7 +25,8 @@ class CudnnBackend(PallasBackend):
         """Return an error text for devices, dtypes and head dims that cuDNN attention does not support; else None."""
         if not setting.is_nvidia_gpu:
             return f"not supported on {setting.platform}: cuDNN needs a GPU. Use auto"
-        dtype, dim = setting.dtype, setting.head_dim
+        dtype = setting.dtype
+        dim = setting.head_dim
         most = 256 if setting.capability is not None and setting.capability >= _WIDE else 128
         if np.dtype(dtype).itemsize == 2 and dim % 8 == 0 and dim <= most:
             return None
@@ -75,7 +76,8 @@ def compute_cudnn_attention(
         )
 
     real = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None])[:, None, None]
-    given, found = (transpose_to_cudnn(q), transpose_to_cudnn(k), transpose_to_cudnn(v)), None
+    given = (transpose_to_cudnn(q), transpose_to_cudnn(k), transpose_to_cudnn(v))
+    found = None
     if lse:
         # The log-sum-exp of return_residual is rounded to q's dtype, 3% of a weight in bfloat16. The residual for
         # gradients is not rounded: it is the only float32 array among the leaves that `jax.vjp` returns.

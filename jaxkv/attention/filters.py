@@ -1,12 +1,11 @@
 """Scores of entries to read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.attention.xla import (
     MASKED,
@@ -24,7 +23,7 @@ _LOGITS = 1 << 24
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FilterQuery:
     """Queries of a filter layer with positions and weights, whose attention scores token positions (OmniKV).
 
@@ -60,7 +59,8 @@ def score_positions_by_row(
     """
     batch, heads, group, window, dim = query.q.shape
     keys = k.reshape(batch, heads, -1, dim)
-    rows, queries = keys.shape[2], scale_queries(query.q).reshape(batch, heads, group * window, dim)
+    rows = keys.shape[2]
+    queries = scale_queries(query.q).reshape(batch, heads, group * window, dim)
 
     def compute_logits_and_mask(part: Array, first: Array | int) -> tuple[Array, Array]:
         """Return logits `[B, K, G, w, n]` over keys `part` from row `first` on, and a mask of causal candidates."""
@@ -144,10 +144,8 @@ def score_positions_in_pool(
             """Return block `index`, `size` queries long, of an array's axis `axis`."""
             return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
-        queries, positions = (
-            slice_query_block(scaled, 3).reshape(batch, -1, dim),
-            slice_query_block(query.positions, 1),
-        )
+        queries = slice_query_block(scaled, 3).reshape(batch, -1, dim)
+        positions = slice_query_block(query.positions, 1)
         logits = lax.dot_general(
             queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )

@@ -63,10 +63,8 @@ class PallasBackend(AttentionBackend):
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Compute causal attention of all prompts in one kernel; return output and log-sum-exp (None unless `lse`)."""
-        masking, needed = (
-            {"softcap": shaping.softcap, "window": window},
-            shaping.sink_logits is not None,
-        )
+        masking = {"softcap": shaping.softcap, "window": window}
+        needed = shaping.sink_logits is not None
         out, found = self._compute_flash_attention(
             q, k, v, length, first, lse=lse or needed, **masking
         )
@@ -118,7 +116,8 @@ class PallasBackend(AttentionBackend):
         shaping: LogitShaping = PLAIN,
     ) -> Array:
         """Return the attention `f32[B, K, S]` to each key: mean over the last w queries and G heads, by a kernel."""
-        of, how = (q, k, positions[:, 0], length, shaping.sink_logits), {"softcap": shaping.softcap}
+        of = (q, k, positions[:, 0], length, shaping.sink_logits)
+        how = {"softcap": shaping.softcap}
         sums = self._pallas_kernels.sum_window_attention(*of, **how, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
@@ -126,10 +125,8 @@ class PallasBackend(AttentionBackend):
         self, q: Array, store: Any, reach: SegmentRanges, *, shaping: LogitShaping = PLAIN
     ) -> tuple[Array, Array]:
         """Compute attention of R queries per kv head over its pool segment; return output, log-sum-exp."""
-        rows, how = (
-            (*reach.decode_rotated_entries(store), reach.start, reach.length),
-            _get_softmax_options(shaping.without_sink_logits),
-        )
+        rows = (*reach.decode_rotated_entries(store), reach.start, reach.length)
+        how = _get_softmax_options(shaping.without_sink_logits)
         return shaping.include_sink_logits(
             *self._pallas_kernels.attend(q, *rows, **how, interpret=self.interpret)
         )
@@ -187,7 +184,8 @@ class PallasBackend(AttentionBackend):
         if split is None:
             given = (q, split, new, pool, reach, work)
             return super().compute_decode_attention(*given, scored=scored, shaping=shaping)
-        kernels, options = self._pallas_kernels, _get_softmax_options(shaping)
+        kernels = self._pallas_kernels
+        options = _get_softmax_options(shaping)
         if scored and new.score is not None:
             begun = {"begin": new.score[..., 0], "start": work.start}
             options["scores"] = self._make_kernel_scores(pool.score, reach, **begun)

@@ -29,5 +29,6 @@ def merge_attention_with_lse(
     """Return attention output and log-sum-exp over the union of two disjoint key sets; -inf if both are empty."""
     both = jnp.logaddexp(lse, other_lse)
     nothing = jnp.isneginf(both)
-    first, second = jnp.where(nothing, 0.0, lse), jnp.where(nothing, 0.0, other_lse)
+    first = jnp.where(nothing, 0.0, lse)
+    second = jnp.where(nothing, 0.0, other_lse)
     return merge_attention_outputs(out, first, other, second), both

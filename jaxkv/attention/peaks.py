@@ -36,7 +36,8 @@ def max_attention_per_key(
         The largest attention; 0 outside the mask, and for a sequence without queries.
     """
     batch, heads, group, tokens, dim = q.shape
-    rows, scale = keys.shape[2], 1.0 / compute_logit_divisor(dim)
+    rows = keys.shape[2]
+    scale = 1.0 / compute_logit_divisor(dim)
     by_query, by_row = weights or (
         jnp.ones((batch, tokens), jnp.float32),
         jnp.ones((batch, heads, group, rows)),

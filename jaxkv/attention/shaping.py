@@ -1,15 +1,16 @@
 """`LogitShaping`: changes of a layer's attention logits other than scaling."""
 
-import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv._dataclasses import frozen_dataclass
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["sink_logits"], meta_fields=["softcap"])
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LogitShaping:
     """Softcap of a layer's attention logits, and sink logits that join its softmax without a value; both optional.
 

@@ -1,12 +1,13 @@
 """Inputs of a backend's decode step other than queries and pools: new entries, and inputs of fused kernels."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@frozen_dataclass
 class NewEntries:
     """N new entries of every kv head, the first `count` of which are written in each sequence.
 

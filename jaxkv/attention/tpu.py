@@ -119,10 +119,8 @@ class TpuBackend(XlaBackend):
         shaping: LogitShaping = PLAIN,
     ) -> Array:
         """Return causal attention `f32[B, K, G, S]` to each key, summed over T queries of given `lse`, in blocks."""
-        begin, size = (
-            jnp.zeros_like(length) if first is None else first,
-            _choose_query_block(q.shape[3], 1),
-        )
+        begin = jnp.zeros_like(length) if first is None else first
+        size = _choose_query_block(q.shape[3], 1)
 
         def sum_one_prompt_attention(of: tuple[Array, ...]) -> Array:
             """Return the attention `f32[1, K, G, S]` that one prompt's keys receive, summed over its queries."""
@@ -148,10 +146,8 @@ class TpuBackend(XlaBackend):
     ) -> tuple[Array, Array]:
         """Compute attention of R queries per kv head over its segment, by a kernel or XLA; return output, lse."""
         if not self._supports_store(store, reach):
-            store, reach = (
-                GatheredEntries(*reach.decode_rotated_entries(store)),
-                dataclasses.replace(reach, rotated=None),
-            )
+            store = GatheredEntries(*reach.decode_rotated_entries(store))
+            reach = dataclasses.replace(reach, rotated=None)
         if q.shape[2] > _MOST_ROWS or not self._supports_store(store, reach):
             return super().attend_to_segments(q, store, reach, shaping=shaping)
         how = {"softcap": shaping.softcap, "interpret": self.interpret}
@@ -163,10 +159,8 @@ class TpuBackend(XlaBackend):
 
         On a TPU, masking would cost as much time as reading the entries.
         """
-        at, batch = (
-            jnp.maximum(rows, 0).reshape(len(rows), -1),
-            jnp.arange(len(rows), dtype=jnp.int32)[:, None],
-        )
+        at = jnp.maximum(rows, 0).reshape(len(rows), -1)
+        batch = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
         keys, values = (each.at[batch, at].get(mode="promise_in_bounds") for each in (k, v))
         return keys, values
 

@@ -3,7 +3,6 @@
 The formulation depends on the shape; comments give the measurement for each choice, at 4e135878, 2026-11-28.
 """
 
-import dataclasses
 import enum
 import math
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.shaping import LogitShaping
 
 LOG2E = math.log2(math.e)
@@ -48,7 +48,7 @@ class SegmentReadMode(enum.Enum):
     WINDOWS = "windows"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SegmentRanges:
     """First row and number of entries of each segment that queries attend to `[B, K]`, and how they are read.
 
@@ -137,7 +137,8 @@ def compute_causal_attention(
             maximum, total, acc = carry
             # If the block does not divide the buffer, the last block starts earlier; entries read before are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
-            keys, values = slice_head_block(k, begin), slice_head_block(v, begin)
+            keys = slice_head_block(k, begin)
+            values = slice_head_block(v, begin)
             logits = apply_softcap(multiply_transposed(q_head, keys), softcap, LOG2E)
             if masked:
                 position = begin + jnp.arange(block, dtype=jnp.int32)
@@ -306,7 +307,8 @@ def attend_block_by_block(
     def attend_to_entry_block(index, carry):
         """Loop body: update the running softmax by one more block of each segment."""
         begin, _, inside = locate_segment_block(reach.start, reach.length, index, block, k.shape[1])
-        keys, values = gather_row_blocks(k, begin, block), gather_row_blocks(v, begin, block)
+        keys = gather_row_blocks(k, begin, block)
+        values = gather_row_blocks(v, begin, block)
         logits = apply_softcap(compute_head_logits(q, keys), softcap)
         return update_running_softmax(
             carry, jnp.where(inside[:, :, None], logits, MASKED), inside, values

@@ -103,7 +103,9 @@ class XlaBackend(AttentionBackend):
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
         """Attend with one token; return output, scores plus mean attention of heads for sequences in mask `counts`."""
-        (k, v), widest, cap = reach.decode_rotated_entries(store), reach.widest, shaping.softcap
+        k, v = reach.decode_rotated_entries(store)
+        widest = reach.widest
+        cap = shaping.softcap
         if (
             reach.walk is SegmentReadMode.WINDOWS
             and widest is not None

@@ -9,16 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.pools import EntryPool
 from jaxkv.sharding.mesh import list_leaves_with_axes
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["prompt", "budget", "recent", "choosable", "tau", "query_buffers"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@jax.tree_util.register_dataclass
+@frozen_dataclass
 class PolicyState:
     """Policy decode state (pytree): prompt lengths, budgets, recent and selectable counts, thresholds, queries.
 
@@ -45,7 +42,7 @@ class PolicyState:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SegmentTables:
     """Pytree of segments' first rows, lengths, target sizes `[L, B, K]`, tokens seen `[B]`, policy state, key centres.
 
@@ -105,7 +102,7 @@ class SegmentTables:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EntryOverflowCounts:
     """Pytree of counts: places `[B]` that `capacity` gave other devices' heads; `[B, K]` evicted despite `threshold`.
 
@@ -134,7 +131,7 @@ def _sum_present_arrays(one: Array | None, other: Array | None) -> Array | None:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CacheArrays:
     """Pytree of a KV cache's pools and `SegmentTables` (segments, tokens seen, policy state); no logits or tally."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, move_to_sharding
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -19,7 +20,7 @@ _HOST = "pinned_host"
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["rows"], meta_fields=["layers"])
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HostStore:
     """Keys and values of complete prompts in host memory, one array `[B, S, 2, K, D]` per offloaded layer; immutable.
 
@@ -117,7 +118,7 @@ def _stack_by_token(
     return jnp.moveaxis(jnp.stack([k, v]), (0, 3), (2, 1))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HostStoreLoader:
     """Loader of a `HostStore`'s entries to devices that counts transfers; a store of one sequence serves any batch."""
 
@@ -140,7 +141,8 @@ class HostStoreLoader:
         for those that should overlap with the transfer. On a mesh each device gets the entries of its own heads and
         sequences.
         """
-        host_store, axes = self.host_store, ShardingMesh.get_array_mesh(positions)
+        host_store = self.host_store
+        axes = ShardingMesh.get_array_mesh(positions)
         sources = [host_store.rows[host_store.layers.index(each)] for each in layers]
         parts = _get_shards_by_device(positions, axes)
         held = [
@@ -152,7 +154,8 @@ class HostStoreLoader:
         ]
         # Without a mesh, `positions` may be on another device than the host store's.
         held = held if axes is not None else [dict.fromkeys(parts, *each.values()) for each in held]
-        where, at = list(parts), [np.asarray(part) for part in parts.values()]
+        where = list(parts)
+        at = [np.asarray(part) for part in parts.values()]
         batch, count = at[0].shape
         shapes = [(batch, len(layers), count, *held[0][device].shape[2:]) for device in where]
         packed = [np.empty(shape, held[0][where[0]].dtype) for shape in shapes]
@@ -183,10 +186,8 @@ class HostStoreLoader:
 
     def load_layer_entries(self, layer: int, like: Int[Array, " B"]) -> Float[Array, "B 1 S 2 K D"]:
         """Copy all of a layer's entries to the devices of `like` `[B]`, as `[B, 1, S, 2, K, D]`; count transfers."""
-        axes, rows = (
-            ShardingMesh.get_array_mesh(like),
-            self.host_store.rows[self.host_store.layers.index(layer)],
-        )
+        axes = ShardingMesh.get_array_mesh(like)
+        rows = self.host_store.rows[self.host_store.layers.index(layer)]
         if axes is None:
             sent = self._transfer_entries_to_device(
                 rows, SingleDeviceSharding(next(iter(like.devices())))

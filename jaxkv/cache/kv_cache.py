@@ -24,6 +24,7 @@ from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import format_non_default_fields
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.arrays import CacheArrays, EntryOverflowCounts, PolicyState, SegmentTables
 from jaxkv.cache.disk import write_cache_folder
@@ -61,7 +62,7 @@ class ConversationState(enum.Enum):
         "padding",
     ],
 )
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVCache:
     """Immutable KV cache of B sequences: device arrays, offloaded entries, next logits, layout, policy, model, mesh.
 
@@ -105,7 +106,8 @@ class KVCache:
         layers, batch, heads = _get_3d_shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [format_non_default_fields(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
-        seen, rows = _read_local_values(self.seen), _read_local_values(self.length)
+        seen = _read_local_values(self.seen)
+        rows = _read_local_values(self.length)
         if seen is not None:
             parts.append(f"{_format_range(seen[: len(seen) - self.padding])} tokens")
         if rows is not None:
@@ -164,7 +166,8 @@ class KVCache:
 
     def cast_to_dtype(self, dtype: Any) -> "KVCache":
         """Return a copy of the cache with entries, also offloaded ones, in another dtype; quantised codes are kept."""
-        dtype, host_store = jnp.dtype(dtype), self.host_store
+        dtype = jnp.dtype(dtype)
+        host_store = self.host_store
         cache = self.replace_arrays(pools=tuple(pool.cast_to_dtype(dtype) for pool in self.pools))
         host_store = None if host_store is None else host_store.cast_to_dtype(dtype, self.axes)
         return dataclasses.replace(cache, host_store=host_store)
@@ -289,12 +292,14 @@ class KVCache:
     @property
     def segment_first_rows(self) -> np.ndarray:
         """First row of each segment in the complete pool, numpy `i32[L, B, K]`, without padding sequences."""
-        start, rows = copy_to_host(self.start), [pool.row_count for pool in self.pools]
+        start = copy_to_host(self.start)
+        rows = [pool.row_count for pool in self.pools]
         return self.layout.convert_shard_to_pool_rows(start, rows, self.kv_shards)[:, : self.batch]
 
     def iterate_segments(self) -> Iterator[tuple[int, int, int, int, slice]]:
         """Yield (layer, sequence, kv head, pool index, slice of the pool rows with its entries) for each segment."""
-        first, length = self.segment_first_rows, self.kept
+        first = self.segment_first_rows
+        length = self.kept
         for layer, sequence, head in np.ndindex(*first.shape):
             begin = first[layer, sequence, head]
             rows = slice(begin, begin + length[layer, sequence, head])
@@ -414,12 +419,16 @@ def repack_through_host(
     groups, kv_shards = (
         (1, 1) if axes is None else (axes.count_axis_shards("B"), axes.count_axis_shards("K"))
     )
-    batch, layout = cache.batch, cache.layout
+    batch = cache.batch
+    layout = cache.layout
     # Copies of the last sequence fill the groups.
     of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
-    first, length = cache.segment_first_rows[:, of], cache.kept[:, of]
+    first = cache.segment_first_rows[:, of]
+    length = cache.kept[:, of]
     layers, count, heads = length.shape
-    start, sizes, pages = np.empty_like(first), [], []
+    start = np.empty_like(first)
+    sizes = []
+    pages = []
     for index, part in enumerate(layout.slice_layers_by_pool(layers)):
         held = length[part]
         # Each device's shard of a pool is laid out as a pool of its own.
@@ -467,7 +476,8 @@ def _rearrange_cache_leaf(
     """
     if path[-1] == GetAttrKey("start"):
         return start
-    held, batch = copy_to_host(leaf), logical_axes.index("B")
+    held = copy_to_host(leaf)
+    batch = logical_axes.index("B")
     pool = next((part.idx for part in path if isinstance(part, SequenceKey)), 0)
     if GetAttrKey("bounds") in path:
         return resize_page_axis(held.take(of, axis=batch), pages[pool])
@@ -504,7 +514,8 @@ def _read_local_values(leaf: Any) -> np.ndarray | None:
 
 def _format_range(numbers: np.ndarray) -> str:
     """Return text such as `3 to 8`, the smallest and largest number of an array; one number if they are equal."""
-    low, high = int(numbers.min()), int(numbers.max())
+    low = int(numbers.min())
+    high = int(numbers.max())
     return str(low) if low == high else f"{low} to {high}"
 
 

@@ -88,7 +88,8 @@ class SegmentLayout(enum.Enum):
         `length` is `i32[n, B, K]` of numpy or JAX, and so is the result. `headroom` is the minimum headroom of each
         segment of a layer; spare places are spread evenly.
         """
-        xp, (layers, _, heads) = select_array_module(length), length.shape
+        xp = select_array_module(length)
+        layers, _, heads = length.shape
         if self is SegmentLayout.EQUAL:
             # Derived from `length`, so that the result is sharded as `length` is.
             return xp.zeros_like(length) + xp.arange(heads, dtype=np.int32) * (rows // heads)

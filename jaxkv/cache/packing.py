@@ -71,7 +71,8 @@ def pack_layer_entries(
     real = offset < jnp.take_along_axis(length, segment, axis=1)
     # The offset-th selected entry of a segment is the first whose running count exceeds the offset: bisect for it.
     count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * padded_len)
-    low, high = jnp.zeros_like(offset), jnp.full_like(offset, padded_len - 1)
+    low = jnp.zeros_like(offset)
+    high = jnp.full_like(offset, padded_len - 1)
 
     def halve(_, bounds):
         low, high = bounds
@@ -166,10 +167,8 @@ def make_empty_pool(
     """Return a pool of P = `rows` (on a mesh, per device) without entries: zeros, positions -1; scores if `scored`."""
     axes = None if is_inside_shard_map() else axes
     cells = (batch, rows if axes is None else rows * axes.count_axis_shards("K"))
-    wide, narrow = (
-        get_array_sharding("B P D", (*cells, dim), axes),
-        get_array_sharding("B P", cells, axes),
-    )
+    wide = get_array_sharding("B P D", (*cells, dim), axes)
+    narrow = get_array_sharding("B P", cells, axes)
     # Two arrays, because both are written in place.
     zeros = [jnp.zeros((*cells, dim), dtype, device=wide) for _ in range(2)]
     return EntryPool(

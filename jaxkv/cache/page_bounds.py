@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import select_array_module
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.layout import Numbers
 from jaxkv.cache.stores import Store, write_pool_rows
 from jaxkv.sharding.mesh import ShardingMesh
@@ -16,7 +17,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=["page"])
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PageBounds:
     """Element-wise minimum and maximum of the keys of a layer's segments by page, exact for full pages only.
 
@@ -97,8 +98,10 @@ def compute_page_bounds(
 
     `length` is the number of entries of each segment.
     """
-    keys, (batch, heads) = store.decode_entries()[0], length.shape
-    each, dim = keys.shape[1] // heads, keys.shape[2]
+    keys = store.decode_entries()[0]
+    batch, heads = length.shape
+    each = keys.shape[1] // heads
+    dim = keys.shape[2]
     wide = jnp.pad(
         keys.reshape(batch, heads, each, dim), ((0, 0), (0, 0), (0, -each % page), (0, 0))
     )

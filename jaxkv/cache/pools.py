@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import NewEntries
 from jaxkv.cache.page_bounds import PageBounds
 from jaxkv.cache.stores import Store, write_pool_rows
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EntryPool:
     """Pytree of P rows per sequence: store of keys and values, positions `[B, P]`, optional scores and page bounds.
 
@@ -67,7 +68,8 @@ class EntryPool:
 
     def append_positions_and_scores(self, new: NewEntries) -> "EntryPool":
         """Return the pool with new entries' positions and initial scores appended; a kernel writes keys and values."""
-        row, batch = self._locate_new_rows(new), len(new.end)
+        row = self._locate_new_rows(new)
+        batch = len(new.end)
         spread = jnp.broadcast_to(new.positions[:, None], new.k.shape[:3]).reshape(batch, -1)
         return dataclasses.replace(
             self.append_initial_scores(new), pos=write_pool_rows(self.pos, row, spread)

@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store, write_pool_rows
 
 # Scales and minima are float16. The largest element keeps the largest code, by less than half a code, so that decoded
 # vectors have the same codes and scales when they are quantised again.
-_SCALE, _SMALLEST = jnp.float16, 2.0**-24
+_SCALE = jnp.float16
+_SMALLEST = 2.0**-24
 # Elements per 4-bit scale: the maximum, and the minimum that saves memory.
-_MOST_SHARED, _FEWEST_SHARED = 32, 8
+_MOST_SHARED = 32
+_FEWEST_SHARED = 8
 # Kernels read the 4-bit codes of two groups together.
 _COLUMNS = 2 * _MOST_SHARED
 
@@ -64,7 +67,7 @@ class QuantisedVectors(abc.ABC):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int8Vectors(QuantisedVectors):
     """Vectors quantised to signed 8-bit integers: codes `i8[B, P, D]` and one float16 scale per vector.
 
@@ -97,7 +100,7 @@ class Int8Vectors(QuantisedVectors):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int4Vectors(QuantisedVectors):
     """Vectors quantised to 4 bits per element, with a float16 scale and minimum per group of up to 32 elements.
 
@@ -133,7 +136,8 @@ class Int4Vectors(QuantisedVectors):
 
     def dequantise_vectors(self) -> Float[Array, "B P D"]:
         """Return the dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its minimum."""
-        words, quads = self.code, self.code.dtype == jnp.uint16
+        words = self.code
+        quads = self.code.dtype == jnp.uint16
         if quads:
             words = words.reshape(*words.shape[:-1], -1, 1, _MOST_SHARED)
         parts = [(words >> 4 * index) & 15 for index in range(4 if quads else 2)]
@@ -168,7 +172,7 @@ def _choose_group_size(dim: int) -> int:
     return size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QuantisedStore(Store):
     """Base class of stores with quantised keys and values; subclasses set `keys`, `values` (classes) and `kernels`.
 
@@ -238,7 +242,8 @@ class QuantisedStore(Store):
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
         """Return the store with keys and values of some rows quantised and overwritten; others are unchanged."""
-        (k_row, keys), (v_row, values) = k, v
+        k_row, keys = k
+        v_row, values = v
         return dataclasses.replace(
             self,
             k=jax.tree.map(
@@ -260,7 +265,7 @@ _registered = partial(
 
 
 @_registered
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int8Store(QuantisedStore):
     """Store of keys and values as 8-bit integers with one float16 scale per vector."""
 
@@ -271,7 +276,7 @@ class Int8Store(QuantisedStore):
 
 
 @_registered
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Int4Store(QuantisedStore):
     """Store of keys and values in 4 bits per element, with a float16 scale and minimum per group of up to 32."""
 
@@ -282,11 +287,12 @@ class Int4Store(QuantisedStore):
 
 
 @_registered
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class MixedStore(QuantisedStore):
     """Store of keys as 8-bit integers with one scale per vector, and values in 4 bits as in `Int4Store`."""
 
-    keys, values = Int8Vectors, Int4Vectors
+    keys = Int8Vectors
+    values = Int4Vectors
     kernels = ("bytes", "nibbles")
     columns = _COLUMNS
     transformed = True

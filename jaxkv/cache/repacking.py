@@ -83,7 +83,8 @@ def repack_cache(
     pools without more `headroom` move to the new cache. `sizes` are P of sliding-window layers' new pools (on a mesh,
     of a device's shard), one per layer, instead of the P that their `headroom` implies.
     """
-    copies, padding = 0, cache.padding
+    copies = 0
+    padding = cache.padding
     if batch is not None and batch != cache.batch:
         require(
             cache.batch == 1,
@@ -108,25 +109,33 @@ def repack_cache(
         for _, logical_axes, leaf in list_leaves_with_axes(rest)
     ]
     rest = jax.tree.unflatten(jax.tree.structure(rest), leaves)
-    start, length = rest.start, rest.length
+    start = rest.start
+    length = rest.length
     layers, _, heads = start.shape
     headrooms = np.broadcast_to(np.asarray(headroom, np.int32), (layers,))
-    pools, placed, lengths, kv_shards = [], [], length, cache.kv_shards
+    pools = []
+    placed = []
+    lengths = length
+    kv_shards = cache.kv_shards
     for pool, of in zip(cache.pools, cache.layout.slice_layers_by_pool(layers), strict=True):
-        headroom_of, widths = tuple(headrooms[of].tolist()), cache.config.sliding_windows[of]
+        headroom_of = tuple(headrooms[of].tolist())
+        widths = cache.config.sliding_windows[of]
         unchanged = not any(headroom_of) if sizes is None else not any(widths)
         if release and not copies and unchanged:
             # Unchanged pools move to the new cache.
             pools.append(pool)
             placed.append(start[of])
             continue
-        first, held, rows = start[of], length[of], pool.row_count + heads * sum(headroom_of)
+        first = start[of]
+        held = length[of]
+        rows = pool.row_count + heads * sum(headroom_of)
         if any(widths):
             most = np.asarray(
                 [np.iinfo(np.int32).max if width is None else width for width in widths], np.int32
             )
             held = jnp.minimum(held, most[:, None, None])
-            first, lengths = first + length[of] - held, lengths.at[of].set(held)
+            first = first + length[of] - held
+            lengths = lengths.at[of].set(held)
             if sizes is None:
                 least = cache.layout.count_fullest_shard_rows(
                     copy_to_host(held), heads // kv_shards

@@ -109,10 +109,8 @@ def _require_same_policy(given: Policy, encoded: Any, layers: int) -> Policy:
         given = given.fill_model_fields(
             layers, tuple(filters) if isinstance(filters, list) else None
         )
-    budget, remedy = (
-        given.composed.budget,
-        "a saved cache has its number of entries: omit the policy",
-    )
+    budget = given.composed.budget
+    remedy = "a saved cache has its number of entries: omit the policy"
     require(not isinstance(budget, ByteBudget), "policy.budget", budget, remedy)
     remedy = "another policy compressed the cache: omit it, or pass that one"
     require(encode_as_json(given, None, "policy") == encoded, "policy", given, remedy)

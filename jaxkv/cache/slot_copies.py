@@ -37,7 +37,8 @@ def copy_into_slots(
     ):
         for sequence in range(slot.shape[0]):
             at = slot[sequence] - begin
-            here, at = (at >= 0) & (at < slots), jnp.clip(at, 0, slots - 1)
+            here = (at >= 0) & (at < slots)
+            at = jnp.clip(at, 0, slots - 1)
             old = lax.dynamic_slice_in_dim(leaves[index], at, 1, axis)
             put = jnp.where(here, lax.slice_in_dim(given, sequence, sequence + 1, axis=axis), old)
             leaves[index] = lax.dynamic_update_slice_in_dim(leaves[index], put, at, axis)

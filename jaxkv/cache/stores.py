@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import has_overridden_methods
+from jaxkv._dataclasses import frozen_dataclass
 
 
 def choose_cache_dtype(dtype: Any, platform: str) -> jnp.dtype:
@@ -155,7 +156,7 @@ class Store(abc.ABC):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DenseStore(Store):
     """Store of unencoded keys and values in the model's dtype; float32 on a CPU."""
 
@@ -188,7 +189,8 @@ class DenseStore(Store):
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
         """Return the store with keys and values at row indices overwritten, cast to the stored arrays' dtype."""
-        (k_row, keys), (v_row, values) = k, v
+        k_row, keys = k
+        v_row, values = v
         k_leaf = write_pool_rows(self.k, k_row, keys.astype(self.k.dtype))
         v_leaf = write_pool_rows(self.v, v_row, values.astype(self.v.dtype))
         return dataclasses.replace(self, k=k_leaf, v=v_leaf)

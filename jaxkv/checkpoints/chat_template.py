@@ -28,7 +28,8 @@ def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.json"
     template = read_json(file).get("chat_template") if file.is_file() else None
     if not template:
-        file, template = folder / "tokenizer_config.json", settings.get("chat_template")
+        file = folder / "tokenizer_config.json"
+        template = settings.get("chat_template")
     if isinstance(template, list):  # several templates by name
         for each in template:
             named = isinstance(each, dict) and isinstance(each.get("name"), str)
@@ -54,7 +55,8 @@ def render_chat_template(source: str, /, **variables: Any) -> str:
     Raises:
         ValueError: if the template rejects its input or fails, with its message.
     """
-    pieces, total = [], 0
+    pieces = []
+    total = 0
     try:
         for piece in _compile_template(source).generate(variables):
             pieces.append(piece)

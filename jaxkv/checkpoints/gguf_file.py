@@ -85,7 +85,8 @@ class GgufFile:
                 else rows
             )
         size = tensor.shape[0] // heads
-        low, high = first // size, -(-last // size)
+        low = first // size
+        high = -(-last // size)
         rows = undo_rope_permutation(
             self._dequantise_rows(name, tensor, low * size, high * size), high - low
         )
@@ -94,7 +95,8 @@ class GgufFile:
     def _count_interleaved_heads(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
         """Return the number of heads of a Llama Q or K projection, whose rows are interleaved; None for others."""
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            heads, head_dim = self.config[key], self.config["head_dim"]
+            heads = self.config[key]
+            head_dim = self.config["head_dim"]
             # A tensor of another shape is rejected when the model is loaded.
             if (
                 self._meta.arch == "llama"

@@ -24,7 +24,8 @@ def convert_tensor_name(name: str, arch: str) -> str:
         return TABLES["ends"][name]
     if arch == "gpt-oss" and (sinks := _SINKS.fullmatch(name)):
         return f"model.layers.{sinks[1]}.self_attn.sinks"
-    match, known = _LAYER.fullmatch(name), TABLES["attention"] | TABLES["layers"][arch]
+    match = _LAYER.fullmatch(name)
+    known = TABLES["attention"] | TABLES["layers"][arch]
     if match is None or match[2] not in known:
         remedy = "this part of a model is not supported: use another model"
         raise build_value_error("tensor", name, remedy)

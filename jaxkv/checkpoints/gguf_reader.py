@@ -1,32 +1,31 @@
 """Reader of GGUF's binary format: metadata, and the locations of tensors; every length is validated before use."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 # Limits several times above the largest vocabularies and deepest models.
-_MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = (
-    256 << 20,
-    8 << 20,
-    1 << 16,
-    1 << 20,
-    4,
-)
+_MOST_BYTES = 256 << 20
+_MOST_ITEMS = 8 << 20
+_MOST_KEYS = 1 << 16
+_MOST_TENSORS = 1 << 20
+_MOST_AXES = 4
 
 
 class _CorruptFileError(Exception):
     """Internal exception for a truncated or corrupt GGUF; `read_gguf_header` turns it into a ValueError."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GgufTensor:
     """Location, shape and quantisation type of a GGUF tensor, with methods that read it as stored, not dequantised.
 
@@ -167,7 +166,8 @@ def _read_metadata_value(cursor: _GgufHeaderCursor, kind: int, key: str) -> Any:
         return cursor.read_string()
     if kind != _ARRAY:
         raise _CorruptFileError(f"a value of unknown kind {kind} for {key!r}")
-    inner, count = cursor.read_unsigned(4), cursor.read_count(_MOST_ITEMS, f"items in {key!r}")
+    inner = cursor.read_unsigned(4)
+    count = cursor.read_count(_MOST_ITEMS, f"items in {key!r}")
     if inner in scalars:
         return cursor.read_numbers(scalars[inner], count)
     if inner != _STRING:
@@ -191,12 +191,14 @@ def _read_tensor_list(
         shape = tuple(reversed(cursor.read_numbers(np.uint64, axes)))
         entries[name] = shape, cursor.read_unsigned(4), cursor.read_unsigned(8)
     start = -(-cursor.at // alignment) * alignment
-    end, tensors = 0, {}
+    end = 0
+    tensors = {}
     for name, (shape, kind, offset) in sorted(entries.items(), key=lambda item: item[1][2]):
         tensor, size = _locate_tensor(cursor, name, shape, kind, start + offset)
         if offset < end and size:
             raise _CorruptFileError(f"the tensor {name!r} overlaps the one before it")
-        end, tensors[name] = max(end, offset + size), tensor
+        end = max(end, offset + size)
+        tensors[name] = tensor
     return {name: tensors[name] for name in entries}
 
 
@@ -222,7 +224,8 @@ def _locate_tensor(
     dtype: np.dtype = np.dtype(np.uint8)
     stored = (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
     if known.name in plain:
-        dtype, stored = np.dtype(plain[known.name]), shape
+        dtype = np.dtype(plain[known.name])
+        stored = shape
     tensor = GgufTensor(
         name=name, kind=known, shape=shape, path=cursor.path, at=at, dtype=dtype, stored=stored
     )

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.gguf_names import TABLES
 
@@ -12,7 +13,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
 _PRE = TABLES["pre"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GgufTokenizer:
     """Vocabulary of a GGUF file as plain data: tokens, merges or scores, special token ids, chat template.
 

@@ -16,7 +16,8 @@ _EXPERTS = re.compile(r"(.+\.mlp\.experts\.(gate_up|down)_proj)(|_blocks|_scales
 # Tensors of a GGUF, which stores gates and ups separately.
 _HALVES = re.compile(r"(.+\.mlp\.experts\.)(gate|up)_proj\.(weight|bias)")
 # Elements per scale, and bytes of their codes.
-_GROUP, _GROUP_BYTES = 32, 16
+_GROUP = 32
+_GROUP_BYTES = 16
 # Elements dequantised in one step, to limit those in memory as float32.
 _AT_ONCE = 1 << 20
 # A code has a sign, two bits of exponent and one of mantissa (e2m1). The low half of a byte is the first element.
@@ -180,7 +181,8 @@ def _wrap_mxfp4_blocks(blocks: StoredTensor, scales: StoredTensor, *, paired: bo
         """Read the groups of a part, separate gates and ups if `paired`, dequantise to bfloat16, cut the part out."""
         spans = _complete_index(index, shape)
         rows, (inputs,) = _locate_file_outputs(spans, paired)
-        first, last = inputs.start // _GROUP, -(-inputs.stop // _GROUP)
+        first = inputs.start // _GROUP
+        last = -(-inputs.stop // _GROUP)
         there = (spans[0], rows, slice(first, last))
         both = blocks.read((*there, slice(0, _GROUP_BYTES))), scales.read(there)
         parts = (
@@ -215,7 +217,8 @@ def _dequantise_mxfp4(
     blocks: UInt8[np.ndarray, "*out g 16"], scales: UInt8[np.ndarray, "*out g"]
 ) -> Float[np.ndarray, "*out n"]:
     """Dequantise MXFP4 blocks to bfloat16 `[*out, n]`: each e2m1 code times 2 ** (its group's scale - 127)."""
-    flat, powers = blocks.reshape(-1, _GROUP_BYTES), scales.reshape(-1)
+    flat = blocks.reshape(-1, _GROUP_BYTES)
+    powers = scales.reshape(-1)
     array = np.empty((len(flat), _GROUP), ml_dtypes.bfloat16)
     step = _AT_ONCE // _GROUP
     for start in range(0, len(flat), step):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 
 # Keys of a Hugging Face `config.json`.
@@ -17,7 +18,7 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 TWO_ROPES = ("gemma3_text", "olmo3")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ModelFamily:
     """Model family in `families.toml`: config keys that it reads or ignores, tensor names, fixed `ModelConfig` fields.
 

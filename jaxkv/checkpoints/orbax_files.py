@@ -1,7 +1,6 @@
 """Folders of arrays written by Orbax (converted weights, saved caches): their manifests, and reads of array parts."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.json_files import read_json, write_json
@@ -23,7 +23,9 @@ from jaxkv.checkpoints.tensor import Index, StoredTensor, parse_dtype_name
 MANIFEST = "jaxkv.json"
 # Suffix of a folder's name until it is complete.
 UNFINISHED = ".partial"
-TENSORS, ARRAYS, VOCABULARY = "tensors", "arrays", "gguf_tokenizer.json"
+TENSORS = "tensors"
+ARRAYS = "arrays"
+VOCABULARY = "gguf_tokenizer.json"
 
 # Large enough for fast reads, small enough to read one device's part of a matrix without the others.
 _CHUNK_BYTES = 32 << 20
@@ -33,7 +35,7 @@ _PLAIN = re.compile(r"\w[\w.-]{0,199}")
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OrbaxFolderKind:
     """Kind of Orbax folder, weights or saved cache: format name and version, and words for error messages.
 
@@ -141,7 +143,8 @@ def read_manifest(folder: Path, kind: OrbaxFolderKind) -> dict[str, Any]:
     remedy = f"not a complete folder with {MANIFEST}: use one written by {kind.writer}"
     require(whole, "path", folder, remedy)
     manifest = read_json(folder / MANIFEST)
-    found, version = manifest.get("format"), manifest.get("version")
+    found = manifest.get("format")
+    version = manifest.get("version")
     remedy = f"{folder} is not a folder of {kind.format}: use one written by {kind.writer}"
     require(found == kind.format, "format", found, remedy)
     remedy = f"this jaxkv reads only version {kind.version} of {kind.format}, and {folder} has another: {kind.again}"
@@ -149,7 +152,7 @@ def read_manifest(folder: Path, kind: OrbaxFolderKind) -> dict[str, Any]:
     return manifest
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ManifestEntry:
     """Description of an array in an Orbax folder's manifest: name, shape, dtype, CRC-32, kind of folder."""
 
@@ -194,7 +197,8 @@ def parse_array_entries(folder: Path, said: Any, kind: OrbaxFolderKind) -> dict[
         )
         given = each if isinstance(each, dict) else {}
         shape: Any = given.get("shape")
-        dtype, crc32 = parse_dtype_name(given.get("dtype")), given.get("crc32")
+        dtype = parse_dtype_name(given.get("dtype"))
+        crc32 = given.get("crc32")
         sound = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
         if not sound or dtype is None or type(crc32) is not int:
             remedy = f"shape, dtype and crc32 are missing in {manifest}: {kind.again}"
@@ -314,7 +318,8 @@ def read_array(folder: Path, entry: ManifestEntry, index: Index = ()) -> np.ndar
     """
     import tensorstore
 
-    one, again = entry.kind.one, entry.kind.again
+    one = entry.kind.one
+    again = entry.kind.again
     if not math.prod(entry.shape):
         return np.zeros(entry.shape, entry.dtype)[index]
     # With TensorStore, the underlying format: Orbax restores parts only along the axes of stored shardings.

@@ -34,10 +34,8 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
                 if dtype is None:
                     remedy = "not supported: use BOOL, BF16, or U, I and F of 8 to 64 bits"
                     raise build_value_error(f"{path.name}:{name}.dtype", kind, remedy)
-                read, shape = (
-                    functools.partial(_read_tensor_part, path, name),
-                    tuple(part.get_shape()),
-                )
+                read = functools.partial(_read_tensor_part, path, name)
+                shape = tuple(part.get_shape())
                 tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read)
     except (safetensors.SafetensorError, OSError) as error:
         size = path.stat().st_size

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import gguf_file, orbax_files, safetensors_files
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
@@ -18,7 +19,7 @@ from jaxkv.checkpoints.text_part import extract_text_config, extract_text_tensor
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Checkpoint:
     """Checkpoint on disk in any format: config, tensors by name, tokenizer; weights are read only on access.
 
@@ -97,7 +98,8 @@ def _open_checkpoint_folder(folder: Path) -> Checkpoint:
             config["eos_token_id"] = eos
     tokenizer = folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     if converted is None:
-        held, text = safetensors_files.read_folder_headers(folder), extract_text_config(config)
+        held = safetensors_files.read_folder_headers(folder)
+        text = extract_text_config(config)
         held = held if text is config else extract_text_tensors(held)
         held = convert_expert_tensors(held) if text.get("model_type") == "gpt_oss" else held
         return Checkpoint(path=folder, config=text, stored=held, tokenizer_spec=tokenizer)
@@ -123,7 +125,8 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: if a file is not a JSON object.
     """
-    config, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    config = read_json(folder / "config.json")
+    beside = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
         found = read_json(beside)
         quantised = found.get("quantization")

@@ -7,11 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
+
 # A part of an array, one slice per axis; omitted axes are complete.
 Index = tuple[slice, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class StoredTensor:
     """Tensor of a checkpoint on disk: shape, dtype, and a function that reads it or a part of it as a NumPy array.
 

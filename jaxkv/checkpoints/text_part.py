@@ -9,7 +9,8 @@ from jaxkv.checkpoints.hub_config import IGNORED, Config
 from jaxkv.checkpoints.tensor import StoredTensor
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-_HARMLESS, _IMAGES = set(_TABLES["harmless"].split()), tuple(_TABLES["images"])
+_HARMLESS = set(_TABLES["harmless"].split())
+_IMAGES = tuple(_TABLES["images"])
 
 
 def extract_text_config(config: Config) -> Config:

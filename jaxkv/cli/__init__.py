@@ -103,7 +103,8 @@ def _parse_and_run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """Parse `argv` and run its command; for an unknown option, exit with an error that suggests the nearest one."""
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        message, first = " ".join(unknown), unknown[0].partition("=")[0]
+        message = " ".join(unknown)
+        first = unknown[0].partition("=")[0]
         known = [name for action in options.command._actions for name in action.option_strings]
         near = _suggest_nearest_word(first, known)
         if first == "--compression-ratio":

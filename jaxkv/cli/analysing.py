@@ -6,6 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv._plotting import make_figure, render_figure
 from jaxkv.analysis import FilterLayers, draw_maps, find_filter_layers, fit_kvzap_gate
@@ -19,7 +20,7 @@ from jaxkv.policies.reads import list_full_attention_layers
 SHARE = 0.067
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FindFilterLayersCommand(ModelOption):
     """The command `jaxkv filters` and its options: find a model's filter layers (OmniKV) on texts.
 
@@ -85,7 +86,8 @@ def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: 
         down="layer that chooses",
         label="share",
     )
-    panel, ticks = figure.axes[0], range(0, len(whole), 1 + len(whole) // 10)
+    panel = figure.axes[0]
+    ticks = range(0, len(whole), 1 + len(whole) // 10)
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_ticks(ticks, labels=[whole[at] for at in ticks])
     for layer in found.filters:
@@ -93,7 +95,7 @@ def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: 
     return render_figure(figure, suffix)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FitGateCommand(ModelOption):
     """The command `jaxkv fit-gate` and its options: fit KVzap's gate to a model on texts.
 

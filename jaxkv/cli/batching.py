@@ -1,7 +1,6 @@
 """`jaxkv batch`: validates its options, loads the model, and answers a file of requests."""
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 from tqdm import tqdm
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cli.models import EngineOptions
 from jaxkv.cli.options import ArgumentSpec, Count, File, Natural, pick_fields
@@ -35,7 +35,7 @@ examples:
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BatchCommand(EngineOptions):
     """The command `jaxkv batch` and its options: answer a file of requests in OpenAI's batch format.
 
@@ -93,7 +93,8 @@ class BatchCommand(EngineOptions):
 
     def _validate_file_paths(self) -> tuple[Path, Path]:
         """Return the paths (requests, answers); ValueError unless the first is a readable file, the second writable."""
-        requests, out = Path(self.file).expanduser(), Path(self.out).expanduser().resolve()
+        requests = Path(self.file).expanduser()
+        out = Path(self.out).expanduser().resolve()
         remedy = "not a readable file: use one; a pipe is not supported, because it is read twice"
         require(requests.is_file() and os.access(requests, os.R_OK), "FILE", self.file, remedy)
         OutputTarget(flag="-o", name=self.out).require_writable([self.file])

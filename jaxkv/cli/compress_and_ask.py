@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.arguments import make_random_key
 from jaxkv.cache.saved import load_cache
@@ -29,7 +30,7 @@ examples:
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CompressCommand(ComputeOptions):
     """The command `jaxkv compress` and its options: save a document's compressed cache to a folder.
 
@@ -48,7 +49,8 @@ class CompressCommand(ComputeOptions):
 
     def run_command(self) -> None:
         """Prefill a document, save its compressed cache to a new folder, and print entries and bytes to stderr."""
-        policy, out = self.policy.build_policy(), Path(os.path.expanduser(self.out))
+        policy = self.policy.build_policy()
+        out = Path(os.path.expanduser(self.out))
         fine = not os.path.lexists(out) and out.parent.is_dir()
         remedy = "not a new folder: use a new one in an existing folder"
         require(fine, "--out", self.out, remedy)
@@ -67,7 +69,7 @@ class CompressCommand(ComputeOptions):
         write_to_stderr(f"jaxkv: {self.out}: {rows}, {sizes}, {format_policy(policy)}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AskCommand(SamplingOptions):
     """The command `jaxkv ask` and its options: answer questions about a document whose cache is saved.
 

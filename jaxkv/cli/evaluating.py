@@ -6,6 +6,7 @@ import functools
 import json
 from typing import Annotated
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cli.models import ModelLoadingOptions
 from jaxkv.cli.options import (
@@ -61,7 +62,7 @@ def _parse_shard(text: str) -> tuple[int, int]:
     return parse_integer(first, least=0, most=parse_integer(count) - 1), parse_integer(count)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvaluationOptions(ModelLoadingOptions):
     """Options of `jaxkv eval TASK`: model, policies, budgets, output folder, batch, shard, mesh.
 
@@ -131,7 +132,7 @@ class EvaluationOptions(ModelLoadingOptions):
         return rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvalReportCommand:
     """The command `jaxkv eval report` and its options: write an evaluation as an HTML page.
 
@@ -150,7 +151,7 @@ class EvalReportCommand:
         write_to_stdout(str(report(*self.folders, samples=self.samples, out=self.out)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ListTasksCommand:
     """`jaxkv eval` without a task: print all tasks and their settings with --list, else raise ValueError.
 

@@ -1,12 +1,12 @@
 """`jaxkv export`: validates its options, loads the model, and writes programs that run without jaxkv."""
 
-import dataclasses
 import json
 import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation
 from jaxkv.checkpoints.orbax_files import require_new_path
 from jaxkv.cli.models import ModelOption
@@ -30,7 +30,7 @@ from jaxkv.sharding.mesh_argument import make_mesh_from_text
 Counts = Annotated[tuple[int, ...], make_comma_list_spec(partial(parse_integer, least=1))]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ExportCommand(ModelOption):
     """The command `jaxkv export` and its options: write programs and weights that run without jaxkv.
 
@@ -68,7 +68,8 @@ class ExportCommand(ModelOption):
 
         Invalid options are rejected before the model is loaded.
         """
-        policy, folder = self.policy.build_policy(), Path(os.path.expanduser(self.directory))
+        policy = self.policy.build_policy()
+        folder = Path(os.path.expanduser(self.directory))
         require_new_path(folder, "DIR")
         # Programs are exported for the number of devices of the mesh on any platform; CPU devices replace them here.
         mesh = make_mesh_from_text(self.mesh, "cpu")
@@ -82,7 +83,8 @@ class ExportCommand(ModelOption):
             **pick_fields(self, "lengths batch new platforms implementation weights"),
         )
         manifest = json.loads((made / "manifest.json").read_text("utf-8"))
-        programs, weights = manifest["programs"], manifest["weights"].values()
+        programs = manifest["programs"]
+        weights = manifest["weights"].values()
         size, held = (sum(each["bytes"] for each in files) / 1e6 for files in (programs, weights))
         said = f"{len(programs)} programs ({size:.1f} MB), weights ({held:.1f} MB), runtime.py"
         write_to_stdout(f"{made}: {said}")

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Annotated, Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.arguments import make_random_key
 from jaxkv.cli import EXAMPLES
@@ -27,7 +28,7 @@ Compiled programs are cached on disk: the second run with prompts of similar len
 {EXAMPLES}"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SamplingOptions(ComputeOptions):
     """Options of commands that sample an answer: tokens, stop strings, seed, sampling; greedy decoding by default.
 
@@ -49,7 +50,7 @@ class SamplingOptions(ComputeOptions):
         return given | {"key": make_random_key(self.seed)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GenerateCommand(SamplingOptions):
     """The command `jaxkv generate` and its options: answer one prompt under a policy.
 
@@ -79,7 +80,8 @@ class GenerateCommand(SamplingOptions):
         Invalid options are rejected before the model is downloaded and loaded. The file is written even if stdout
         fails.
         """
-        policy, out = self.policy.build_policy(), None
+        policy = self.policy.build_policy()
+        out = None
         if self.output is not None:
             out = OutputTarget(flag="--output", name=self.output)
             out.require_writable([self.prompt_file or "", self.model])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.checkpoints import FolderSource, cache_dir, get_manifest, list_model_names
 from jaxkv.cli.options import list_policy_flags
 from jaxkv.cli.outputs import write_to_stdout
@@ -12,7 +13,7 @@ from jaxkv.policies.registry import POLICIES
 Record = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ListCommand:
     """Base class of commands that list records, with the option --json.
 
@@ -37,7 +38,8 @@ class ListModelsCommand(ListCommand):
 
     def run_command(self) -> None:
         """Print each named model's source, bytes, license, and whether its weights are in the local cache."""
-        records, told = [], []
+        records = []
+        told = []
         for name in list_model_names():
             model = get_manifest(name)
             source = model.source
@@ -68,7 +70,8 @@ class ListPoliciesCommand(ListCommand):
 
     def run_command(self) -> None:
         """Print each registered policy's summary, paper, parts, defaults and command-line flags."""
-        records, told = [], []
+        records = []
+        told = []
         for name, cls in POLICIES.items():
             fields = [each for each in dataclasses.fields(cls) if each.init]
             record: Record = {

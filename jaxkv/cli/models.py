@@ -1,8 +1,8 @@
 """Options of commands with a model, and how they load it."""
 
-import dataclasses
 from typing import Annotated, Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation
 from jaxkv.cli.options import (
     ArgumentSpec,
@@ -20,7 +20,7 @@ from jaxkv.machine.compilation import enable_compilation_cache
 Bits = Annotated[str, ArgumentSpec("BITS")]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ModelOption:
     """Base class of commands with the option --model, a model's name or file, and `load_model`, which loads it.
 
@@ -36,7 +36,7 @@ class ModelOption:
         return load(self.model, **options)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ModelLoadingOptions(ModelOption):
     """Options of loading a model: its name, its dtype, and the quantisation of its weights.
 
@@ -53,7 +53,7 @@ class ModelLoadingOptions(ModelOption):
         return super().load_model(dtype=self.dtype, weights=self.weights, **options)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ComputeOptions(ModelLoadingOptions):
     """Options of commands that run a model: its name, dtype, weights, and the implementation of attention.
 
@@ -72,7 +72,7 @@ def _parse_slots(text: str) -> int | str:
         raise ValueError(f"{error}, or auto") from None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EngineOptions(ComputeOptions):
     """Options of commands that create an `Engine`: slots, token limits, mesh, documents and policy.
 

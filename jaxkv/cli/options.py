@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, NoReturn, Union
 
 from jaxkv._checks import FARTHEST, shorten_text
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies import AvgPool, MaxPool, Merge, NoPool, Policy
 from jaxkv.policies.checks import Budget, parse_byte_count
@@ -206,7 +207,8 @@ class FieldOption:
         if not self.word.place:
             taken = self.flag in parser._option_string_actions
             flag = f"--{prefix.strip()}-{self.flag[2:]}" if taken else self.flag
-            more["dest"], more["required"] = prefix + self.flag, self.default is MISSING
+            more["dest"] = prefix + self.flag
+            more["required"] = self.default is MISSING
             group.add_argument(flag, *_ALIASES.get(self.flag, ()), **more)
         else:
             group.add_argument(self.flag, **more)
@@ -222,7 +224,8 @@ def format_option(flag: str, words: Any) -> str:
 @_cached
 def _collect_field_options(cls: type) -> dict[str, FieldOption]:
     """Return a dataclass's `FieldOption` by flag, in order of its fields; fields without a text form have none."""
-    hints, about = typing.get_type_hints(cls, include_extras=True), parse_field_descriptions(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    about = parse_field_descriptions(cls)
     found: dict[str, FieldOption] = {}
     for field in dataclasses.fields(cls):
         said = about.get(field.name, "").rstrip(".")
@@ -233,20 +236,20 @@ def _collect_field_options(cls: type) -> dict[str, FieldOption]:
 
 def _make_field_option(field: dataclasses.Field, hint: Any, about: str) -> FieldOption | None:
     """Return a dataclass field's `FieldOption`, also for some policy parts; None if it has no text form."""
-    word, default = _derive_argument_spec(hint), typing.cast(Any, field.default)
+    word = _derive_argument_spec(hint)
+    default = typing.cast(Any, field.default)
     flag = ("--" if len(field.name) > 1 else "-") + field.name.replace("_", "-")
     # Parts of a policy that one number or a switch sets.
     if MaxPool in typing.get_args(hint):
         kind = AvgPool if isinstance(default, AvgPool) else MaxPool
-        flag, word = "--pool-kernel", ArgumentSpec("K", partial(_parse_pool_kernel, kind))
+        flag = "--pool-kernel"
+        word = ArgumentSpec("K", partial(_parse_pool_kernel, kind))
         about = "width of the pooling over neighbours, odd; 1 for none"
     elif isinstance(default, LayerBudgets) and hasattr(default, "beta"):
         part: Any = default
-        flag, word = (
-            "--beta",
-            ArgumentSpec(
-                "X", lambda text: dataclasses.replace(part, beta=parse_finite_float(text))
-            ),
+        flag = "--beta"
+        word = ArgumentSpec(
+            "X", lambda text: dataclasses.replace(part, beta=parse_finite_float(text))
         )
         about = "steepness of the budgets over layers, 1 is flat"
     elif Merger in (hint, *typing.get_args(hint)):
@@ -309,7 +312,8 @@ def build_dataclass_from_options(
     cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any
 ) -> Any:
     """Build an instance of `cls` from argparse's parsed options and field values `more`; other fields keep defaults."""
-    values, given = more, vars(options)
+    values = more
+    given = vars(options)
     for flag, option in _collect_field_options(cls).items():
         words = given.get(prefix + flag)
         if words is not None:
@@ -393,7 +397,7 @@ def _format_shared_help(having: dict[str, FieldOption]) -> str:
     return ". ".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PolicyArguments:
     """One policy as written on the command line: its name, and the unparsed words of its options by flag.
 
@@ -436,8 +440,11 @@ class PolicyArguments:
             raise ValueError(f"{self.where}{error}") from None
 
     def _made(self) -> Policy:
-        cls, given = find_policy_class(self.name), dict(self.given)
-        base, own, inner = given.pop("--base", None), _collect_wrapper_options(cls), cls
+        cls = find_policy_class(self.name)
+        given = dict(self.given)
+        base = given.pop("--base", None)
+        own = _collect_wrapper_options(cls)
+        inner = cls
         if issubclass(cls, PolicyWrapper):
             base = base or cls.usual
             inner = find_policy_class(base)

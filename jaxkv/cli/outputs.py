@@ -1,7 +1,6 @@
 """Standard streams, input texts, and outputs: `-` or a path, checked before any computation."""
 
 import contextlib
-import dataclasses
 import os
 import sys
 import warnings
@@ -9,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv._plotting import import_matplotlib
 
@@ -97,7 +97,7 @@ def read_text(name: str, flag: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OutputTarget:
     """Target of a command's output, stdout or a path; call `require_writable` first, `write_bytes` once after the work.
 
@@ -145,7 +145,7 @@ class OutputTarget:
             raise OSError(f"{self.flag}={self.name}: {error.strerror or error}") from error
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PictureOutputTarget(OutputTarget):
     """Target of a picture: a .png, .svg or .pdf file in the format of its suffix, or PNG on stdout."""
 

@@ -1,9 +1,9 @@
 """`jaxkv plan`: whether a model, a policy and prompts fit on GPUs, present or not."""
 
-import dataclasses
 import json
 from typing import Annotated
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cli.models import Bits
 from jaxkv.cli.options import (
@@ -50,7 +50,7 @@ examples:
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PlanCommand:
     """The command `jaxkv plan` and its options: plan memory and speed of a model on GPUs, present or not.
 

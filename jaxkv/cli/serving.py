@@ -1,7 +1,6 @@
 """`jaxkv serve`: validates its options, loads the model, creates its engines and serves OpenAI's HTTP API."""
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import logging
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cli.models import EngineOptions
 from jaxkv.cli.options import (
@@ -56,7 +56,7 @@ examples:
 _KEY = "JAXKV_API_KEY"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ServeCommand(EngineOptions):
     """The command `jaxkv serve` and its options: serve OpenAI's HTTP API for a model under policies.
 
@@ -125,7 +125,9 @@ class ServeCommand(EngineOptions):
                 policies=self.prefix_cache, max_bytes=self.prefix_bytes
             ),
         }
-        server, steps, total = Server(), itertools.count(1), 1 + PARTS * len(policies)
+        server = Server()
+        steps = itertools.count(1)
+        total = 1 + PARTS * len(policies)
 
         def tick(what: str) -> None:
             server.progress = {"step": next(steps), "steps": total, "doing": what}
@@ -139,7 +141,8 @@ class ServeCommand(EngineOptions):
 
             def make() -> None:
                 tick(f"loading {self.model}")
-                params, options = self.load_model(), self.build_engine_arguments() | given
+                params = self.load_model()
+                options = self.build_engine_arguments() | given
                 _ = params.tokenizer  # answers are texts
                 made = open_engines(params, policies, folder=self.documents, tick=tick, **options)
                 models = stack.enter_context(made)
@@ -216,7 +219,8 @@ def open_engines(
     other one in a subfolder named like its model id after the ":". `tick` is called with the name of each part before
     it compiles.
     """
-    device, made = get_model_device(params), dict[str, Engine]()
+    device = get_model_device(params)
+    made = dict[str, Engine]()
     options |= {"precompile": False, "start": False}
     for policy in policies.values():
         # Validates every policy first, so that an error does not come after minutes.

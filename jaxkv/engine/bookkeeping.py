@@ -19,7 +19,8 @@ from jaxkv.sharding.collectives import average_over_devices
 def select_layer_segments(tables: SegmentTables, part: int | slice) -> Segments:
     """Return the `Segments` of one layer, or of a slice of n layers joined as `[B, n * K]`, from the cache's tables."""
     part = slice(part, part + 1) if isinstance(part, int) else part
-    state, start = tables.state, tables.start[part]
+    state = tables.state
+    start = tables.start[part]
     assert state is not None
     recent = jnp.broadcast_to(state.recent[part][..., None], start.shape)
     return Segments(
@@ -45,7 +46,9 @@ def evict_over_limits(
     layers, _, heads = tables.start.shape
     assert tables.state is not None
     how = EvictionConfig(terms=spec, heads=heads, dtype=spec.dtype)
-    pools, lengths, taus = [], [], []
+    pools = []
+    lengths = []
+    taus = []
     for pool, part in zip(cache.pools, spec.layout.slice_layers_by_pool(layers), strict=True):
         if windows[part.start] is not None and not spec.layout.uses_shared_pool:
             # A sliding-window layer's own pool has no limit and no scores; in a shared pool, its limit is never
@@ -84,6 +87,7 @@ def decay_scores(
     decay = terms.score_decay
     if decay == 1:
         return pools
-    some, share = (count > 0)[:, None], decay ** count[:, None].astype(jnp.float32)
+    some = (count > 0)[:, None]
+    share = decay ** count[:, None].astype(jnp.float32)
     fade = lambda score: jnp.where(some, score * share, score)  # noqa: E731
     return tuple(pool.transform_scores(fade) for pool in pools)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.arrays import EntryOverflowCounts
 from jaxkv.cache.packing import UnpackedEntries, compute_all_segment_starts, make_empty_pool
 from jaxkv.cache.pools import EntryPool
@@ -37,7 +38,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CandidateBuffer:
     """Buffer of entries that may still be selected, with the scores and any value norms of all layers' entries.
 
@@ -60,13 +61,12 @@ def compress_under_shared_budget(
 
     Yields 1 after each scored layer, 0 after packing all layers. On a mesh, each device has its own buffer.
     """
-    indices, axes, layers, joint = (
-        source.indices,
-        source.axes,
-        len(source.indices),
-        parts.layers.uses_joint_budget,
-    )
-    held, layer_weights = None, list[Array | None]()
+    indices = source.indices
+    axes = source.axes
+    layers = len(source.indices)
+    joint = parts.layers.uses_joint_budget
+    held = None
+    layer_weights = list[Array | None]()
     known = source.count_entries_to_keep(indices, layer_weights) if joint else None
     for at, index in enumerate(indices):
         layer = source.get_layer_candidates(index)
@@ -84,19 +84,18 @@ def compress_under_shared_budget(
         unscored = dataclasses.replace(layer, scores=None, norms=None, first=None)
         del full, layer
     assert held is not None
-    buffer, joined = held.pool, dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
+    buffer = held.pool
+    joined = dataclasses.replace(unscored, scores=held.scores, norms=held.norms)
     del held
     if known is not None:
         (mask,), tally = select_entries(
             [joined], known[0][0], known[1][0], heads=parts.heads, axes=axes
         )
     else:
-        mask, tally = (
-            select_entries_per_head(
-                joined, *source.count_entries_to_keep(indices, layer_weights), axes=axes
-            ),
-            EntryOverflowCounts(),
+        mask = select_entries_per_head(
+            joined, *source.count_entries_to_keep(indices, layer_weights), axes=axes
         )
+        tally = EntryOverflowCounts()
     del joined
     kept, cut = count_kept_by_layer(mask, tally.cut, layers=layers, axes=axes)
     size = source.compute_pool_size(indices, kept)
@@ -104,7 +103,8 @@ def compress_under_shared_budget(
     start = compute_all_segment_starts(
         kept, layout=parts.cache_layout, rows=size, headroom=behind, axes=axes
     )
-    batch, dim = len(mask), buffer.k.shape[-1]
+    batch = len(mask)
+    dim = buffer.k.shape[-1]
     pool = make_empty_pool(
         batch,
         size,
@@ -153,7 +153,8 @@ def update_candidate_buffer(
     considers its own heads only.
     """
     batch, each, padded_len, dim = full.k.shape
-    pool, layers = held.pool, held.scores.shape[1] // each
+    pool = held.pool
+    layers = held.scores.shape[1] // each
 
     def noted(known: Array, new: Array) -> Array:
         by_layer = known.reshape(batch, each, layers, padded_len)
@@ -184,7 +185,8 @@ def update_candidate_buffer(
         jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.row_count),
         pool.row_count,
     )
-    head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(padded_len, dtype=jnp.int32)
+    head = jnp.arange(each, dtype=jnp.int32)[:, None]
+    slot = jnp.arange(padded_len, dtype=jnp.int32)
     index = jnp.broadcast_to(((head * layers + at) * padded_len + slot).reshape(-1), into.shape)
     k, v = (a.reshape(batch, each * padded_len, dim) for a in (full.k, full.v))
     put = lambda known, new: write_pool_rows(known, into, new.reshape(into.shape))  # noqa: E731

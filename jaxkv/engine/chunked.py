@@ -47,13 +47,13 @@ def prefill_in_chunks(
     reading = spec.reading
     chunks = dataclasses.replace(reading, width=width, offloaded=(), several=True)
     spec = dataclasses.replace(spec, reading=chunks, fused=False)
-    cache, longest = (
-        _make_empty_cache(flat, lengths, policy, needed, reading, chunk=chunk),
-        int(np.max(lengths)),
-    )
-    run, sliding_windows = partial(run_new_tokens, flat, spec=spec), flat.config.sliding_windows
+    cache = _make_empty_cache(flat, lengths, policy, needed, reading, chunk=chunk)
+    longest = int(np.max(lengths))
+    run = partial(run_new_tokens, flat, spec=spec)
+    sliding_windows = flat.config.sliding_windows
     pools = tuple(pool.row_count // cache.kv_shards for pool in cache.pools)
-    tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.padded_len % chunk))), np.asarray(lengths)
+    tokens = np.pad(tokens, ((0, 0), (0, -needed.padded_len % chunk)))
+    lengths = np.asarray(lengths)
     for first in range(0, longest, chunk):
         if first and any(sliding_windows):
             # Sliding-window layers have places for their window and one chunk.
@@ -83,8 +83,11 @@ def _make_empty_cache(
     chunk: int,
 ) -> KVCache:
     """Return an empty `KVCache` for chunks; pools fit padded prompts and headroom, or a sliding window and a chunk."""
-    config, axes = flat.config, flat.axes
-    heads, dim, batch = config.kv_heads, config.head_dim, len(lengths)
+    config = flat.config
+    axes = flat.axes
+    heads = config.kv_heads
+    dim = config.head_dim
+    batch = len(lengths)
     # On a mesh, kv heads of one device.
     heads_here = heads if axes is None else heads // axes.count_axis_shards("K")
     rows = tuple(
@@ -113,7 +116,9 @@ def _make_empty_cache(
         if reading.filter_query_count
         else ()
     )
-    nothing, read, store = jnp.zeros_like(start), policy.composed.read, policy.composed.store
+    nothing = jnp.zeros_like(start)
+    read = policy.composed.read
+    store = policy.composed.store
     tables = SegmentTables(
         start=start,
         length=nothing,
@@ -151,11 +156,14 @@ def offload_layers(
     """
     if not reading.offloaded:
         return cache
-    config, axes = cache.config, cache.axes
-    heads, batch = config.kv_heads, cache.seen.shape[0]
+    config = cache.config
+    axes = cache.axes
+    heads = config.kv_heads
+    batch = cache.seen.shape[0]
     # On a mesh, first rows count from the start of the device's part of the pool.
     own = np.arange(heads) % (heads // cache.kv_shards)
-    pools, rows = list(cache.pools), []
+    pools = list(cache.pools)
+    rows = []
     state = cache.state
     assert state is not None and state.choosable is not None
     tables = tuple(

@@ -73,17 +73,27 @@ def compress_layer_by_layer(
         The new pools and tables.
     """
     parts = parts.restrict_to_full_attention(source.sliding_windows)
-    layout, axes = parts.cache_layout, source.axes
-    pools, starts, lengths = list[EntryPool](), list[Array](), list[Array]()
-    packed, sizes, whole = list[EntryPool](), list[int](), True
-    taus, below, tally, under_way = list[Array](), None, EntryOverflowCounts(), deque[EntryPool]()
+    layout = parts.cache_layout
+    axes = source.axes
+    pools = list[EntryPool]()
+    starts = list[Array]()
+    lengths = list[Array]()
+    packed = list[EntryPool]()
+    sizes = list[int]()
+    whole = True
+    taus = list[Array]()
+    below = None
+    tally = EntryOverflowCounts()
+    under_way = deque[EntryPool]()
     for group in layout.group_layers_by_pool(source.indices):
         masks, with_scores, more, below = yield from _score_and_select_entries(
             source, group, parts, below, due
         )
         tally = tally.add_counts(more)
         kept = _count_kept_entries(masks)
-        size, pool, start = source.compute_pool_size(group, kept), None, None
+        size = source.compute_pool_size(group, kept)
+        pool = None
+        start = None
         wide = size
         if layout.uses_shared_pool:
             behind = None if headroom is None else tuple(headroom.tolist())
@@ -123,7 +133,9 @@ def compress_layer_by_layer(
             else:
                 if pool is None:
                     # The first layer may have a sliding window, and no scores.
-                    of, batch, dim = parts.store, rows.k.shape[0], rows.k.shape[-1]
+                    of = parts.store
+                    batch = rows.k.shape[0]
+                    dim = rows.k.shape[-1]
                     pool = make_empty_pool(
                         batch,
                         size,
@@ -149,7 +161,9 @@ def compress_layer_by_layer(
             pools += (
                 packed if whole else truncate_pools(tuple(packed), rows=tuple(sizes), axes=axes)
             )
-            packed, sizes, whole = [], [], True
+            packed = []
+            sizes = []
+            whole = True
         lengths.append(kept)
         starts += [] if start is None else [start]
     tau = jnp.stack(taus) if taus else None
@@ -189,7 +203,8 @@ def _score_and_select_entries(
     rows, recent = source.count_entries_to_keep(group, [layer.claim for layer in seen])
     with_scores = [layer.scores is not None for layer in seen]
     if parts.layers.uses_joint_budget and any(with_scores):
-        of, heads = with_scores.index(True), parts.heads
+        of = with_scores.index(True)
+        heads = parts.heads
         compete = [layer for layer in seen if layer.scores is not None]
         choice = select_entries(
             compete, rows[of], recent[of], due=due, heads=heads, axes=source.axes
@@ -201,11 +216,14 @@ def _score_and_select_entries(
             choice.tally,
             below,
         )
-    masks, tally = list[Array](), EntryOverflowCounts()
+    masks = list[Array]()
+    tally = EntryOverflowCounts()
     for at, index in enumerate(group):
         # Free a layer's scores as soon as its entries have been selected.
-        one, of = [seen.pop(0)], source.sliding_windows[:index].count(None)
-        heads, axes = parts.heads, source.axes
+        one = [seen.pop(0)]
+        of = source.sliding_windows[:index].count(None)
+        heads = parts.heads
+        axes = source.axes
         choice = select_entries(
             one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=of
         )
@@ -267,7 +285,9 @@ def _run_merger(
     axes: ShardingMesh | None,
 ) -> Merged:
     """Compiled: run a merger on a layer's `due` sequences; return its checked `Merged`: keys, values, thresholds."""
-    k, v, tau = rows.k, rows.v, rows.tau
+    k = rows.k
+    v = rows.v
+    tau = rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
     returned = merge.merge_evicted_entries(

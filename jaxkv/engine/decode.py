@@ -40,7 +40,8 @@ def run_decode_step(
     Tokens are right-padded: `count` of them are valid, and 0 leaves a sequence's cache unchanged. The cache needs N
     free places behind every segment.
     """
-    outer, several = spec.graphs.rebuild_embedding_and_head(ends), tokens.shape[1]
+    outer = spec.graphs.rebuild_embedding_and_head(ends)
+    several = tokens.shape[1]
     stream = start_residual_stream(outer.embed_tokens(tokens), spec, blocks[0])
     new = create_new_tokens(spec, cache.tables, count, several)
     begun = StepState(new=new, work=build_work_table(cache, spec, new))
@@ -112,7 +113,9 @@ def prefill_on_cache(
 
     `run` is `run_new_tokens` of a model and spec. Tokens are right-padded to a multiple of `size`.
     """
-    logits, axes, arrays = cache.logits, cache.axes, cache.arrays
+    logits = cache.logits
+    axes = cache.axes
+    arrays = cache.arrays
     for first in range(0, tokens.shape[1], size):
         count = place_host_array(np.clip(lengths - first, 0, size).astype(np.int32), "B", axes)
         after, arrays = run(

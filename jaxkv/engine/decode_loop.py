@@ -51,9 +51,14 @@ class DecodeLoop:
         policies that use random numbers in recompression. `traffic` counts transfers from host memory. `prompts` are
         the known token ids before each answer.
         """
-        self.left, self.size = new, tokens_per_call(new)
-        self._flat, self._spec, self._key, self._sampling = flat, spec, key, sampling
-        self._batch, self._padding = cache.batch, cache.padding
+        self.left = new
+        self.size = tokens_per_call(new)
+        self._flat = flat
+        self._spec = spec
+        self._key = key
+        self._sampling = sampling
+        self._batch = cache.batch
+        self._padding = cache.padding
         # Padding sequences, which fill up a mesh's groups, sample nothing.
         done = self._place_sequence_values(np.zeros(self._batch, bool), padding=True)
         assert cache.logits is not None
@@ -62,9 +67,11 @@ class DecodeLoop:
         extras = create_extras(
             sampling, prompts, batch=len(done), vocab=spec.config.vocab, axes=spec.axes
         )
-        self._sampling_state, self.logprobs = dataclasses.replace(state, extras=extras), None
+        self._sampling_state = dataclasses.replace(state, extras=extras)
+        self.logprobs = None
         self._decode = partial(token_loop.decode, spec=spec, sampling=sampling, size=self.size)
-        self._taken_back, self._cache = False, cache
+        self._taken_back = False
+        self._cache = cache
         self._loader = HostStoreLoader.create_host_loader(cache.host_store, traffic)
         # A run of 0 steps compiles a loop and changes nothing.
         self._run_sampling_steps(0)
@@ -110,16 +117,15 @@ class DecodeLoop:
                 f"no headroom for a token after recompression. Report this as a bug of jaxkv ({self._cache.policy})."
             )
         sampled, count, logprobs = self._run_sampling_steps(steps)
-        tokens, ran, vocab = (
-            copy_to_host(sampled)[: self._batch],
-            int(copy_to_host(count)),
-            self._spec.config.vocab,
-        )
+        tokens = copy_to_host(sampled)[: self._batch]
+        ran = int(copy_to_host(count))
+        vocab = self._spec.config.vocab
         inside = bool((tokens < vocab).all())
         require(
             inside, "sampling", self._sampling, f"an id outside of [0, {vocab}): return valid ids"
         )
-        self.left, self._fit = self.left - ran, self._fit - ran
+        self.left = self.left - ran
+        self._fit = self._fit - ran
         self.logprobs = jax.tree.map(lambda each: copy_to_host(each)[: self._batch, :ran], logprobs)
         return tokens[:, :ran]
 
@@ -135,11 +141,10 @@ class DecodeLoop:
         if rows.any():
             self._taken_back = True
             # Entries after a stop string are the last of their segments: nothing is evicted between two checks.
-            removed, tables = (
-                self._place_sequence_values(rows.astype(np.int32), padding=0),
-                self._cache.tables,
-            )
-            length, seen = tables.length - removed[None, :, None], tables.seen - removed
+            removed = self._place_sequence_values(rows.astype(np.int32), padding=0)
+            tables = self._cache.tables
+            length = tables.length - removed[None, :, None]
+            seen = tables.seen - removed
             self._cache = self._cache.replace_arrays(length=length, seen=seen)
 
     def end_sequences(self, which: Bool[np.ndarray, " B"]) -> None:

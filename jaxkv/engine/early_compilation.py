@@ -27,15 +27,20 @@ class LoopCompilation:
         self, session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
     ):
         """Start a thread that compiles the token loop for `new` tokens and a number `ends` of end ids."""
-        self._session, self._needed, self._sampling = session, needed, sampling
-        self._new, self._ends, self._clock = new, ends, StageClock()
+        self._session = session
+        self._needed = needed
+        self._sampling = sampling
+        self._new = new
+        self._ends = ends
+        self._clock = StageClock()
         self._thread = threading.Thread(target=self._compile, name="jaxkv-compile")
         self._thread.start()
 
     def _compile(self) -> None:
         """Trace the prefill and the loop on abstract arrays, and compile the loop; the thread's target."""
         session = self._session
-        flat, chosen = session.params.flat_decoder, session.implementations
+        flat = session.params.flat_decoder
+        chosen = session.implementations
         with use_package_jax_settings(), self._clock, contextlib.suppress(Exception):
             # The first call of the loop raises what fails here, in the caller's thread.
             planned = trace_prefill(
@@ -53,7 +58,8 @@ class LoopCompilation:
 
     def wait(self) -> None:
         """Wait until the loop is compiled; count its programs, and the wait as compile seconds, in the decode clock."""
-        begun, clock = time.perf_counter(), self._session.clocks.decode
+        begun = time.perf_counter()
+        clock = self._session.clocks.decode
         with clock:
             self._thread.join()
             clock.add_waiting(time.perf_counter() - begun, self._clock.programs)
@@ -68,7 +74,8 @@ def start_loop_compilation(
     that run in groups of layers have no loop; an earlier call may have compiled it.
     The loop with extras is compiled later.
     """
-    flat, parts = session.params.flat_decoder, session.policy.composed
+    flat = session.params.flat_decoder
+    parts = session.policy.composed
     grouped = runs_in_layer_groups(flat, parts, session.implementations.decode, new)
     plain = flat.axes is None and not needs_extras(sampling)
     if not plain or not needed.has_fixed_shapes or grouped:

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import require_instance, require_shape_and_dtype
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import AttentionBackend
 from jaxkv.attention.xla import WALK_BLOCK
@@ -27,7 +28,7 @@ from jaxkv.policies.rank import Rank, compute_entry_ranks
 from jaxkv.sharding.collectives import average_over_devices
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvictionConfig:
     """Static config of evictions after a decode step: `DecodeAttentionConfig`, kv heads per layer, dtype of the model.
 
@@ -49,9 +50,11 @@ def find_lowest_ranked_entry(
 
     Ties go to the latest position. The pool's scores must be up to date.
     """
-    rank, keep = how.terms.ongoing.rank, how.terms.ongoing.keep
+    rank = how.terms.ongoing.rank
+    keep = how.terms.ongoing.keep
     lowest_of = _find_lowest_rank_fused if how.terms.backend.can.few_launches else _find_lowest_rank
-    seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
+    seen = segments.seen[:, None, None]
+    prompt = segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
 
     def body(best, row, inside, pos, *score):
@@ -137,7 +140,8 @@ def evict_entries(
     `attended` is any number of each head's attention output, which orders the writes after attention. NaN keeps a
     segment's entries. A kernel that finds the entry does not need it: its pool is an output of attention.
     """
-    backend, ongoing = how.terms.backend, how.terms.ongoing
+    backend = how.terms.backend
+    ongoing = how.terms.ongoing
     fused = pool.store.supports_kernels(backend.can.evicts, 0)
     # A single kernel finds and drops the entry if heads evict independently and nothing is merged.
     if fused and ongoing.rank.runs_in_kernels and ongoing.merge is None and not ongoing.one_set:
@@ -192,7 +196,8 @@ def _merge_into_nearest(
         one = getattr(dropped, metric)
         among = (getattr(pool, metric), pool.pos, one, victim, segments)
         cosine, target = find_most_similar_entry(*among, walk=how.terms.layout.segment_read_mode)
-        target, over = jnp.maximum(target, 0), order_after_read(over, cosine)
+        target = jnp.maximum(target, 0)
+        over = order_after_read(over, cosine)
         # A merger may decide jointly for the heads of a layer.
         one_of, near = (
             EntryPerSegment(*map(split_heads_by_layer, rows))

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxkv._checks import shorten_text, use_package_jax_settings
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import KVCache
 from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 
@@ -16,7 +17,7 @@ from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 FinishReason = Literal["stop", "length"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Stats:
     """Measurements of one `generate` call: numbers of tokens, seconds, bytes and entries.
 
@@ -245,7 +246,8 @@ class Generation:
 
     def __repr__(self) -> str:
         """Return a one-line summary: the answer's text or the number of answers, the number of tokens, the cache."""
-        tokens, text = sum(len(each.tokens) for each in self), self[0].text
+        tokens = sum(len(each.tokens) for each in self)
+        text = self[0].text
         shown = f"{tokens} tokens"
         if len(self) > 1:
             shown = f"{len(self)} answers, {shown}"

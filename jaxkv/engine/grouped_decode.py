@@ -112,9 +112,13 @@ def run_grouped_step(
     spec: DecodeSpec,
 ) -> tuple[Float[Array, "B V"], CacheArrays]:
     """Run N new tokens per sequence, one program per group of layers; return last logits and cache; donate pools."""
-    tables, graphs = cache.tables, spec.graphs
-    x, chosen = embed_tokens(flat.ends, tokens, graphs=graphs), None
-    pools, blocks, parts = list(cache.pools), spec.collect_block_leaves(flat), []
+    tables = cache.tables
+    graphs = spec.graphs
+    x = embed_tokens(flat.ends, tokens, graphs=graphs)
+    chosen = None
+    pools = list(cache.pools)
+    blocks = spec.collect_block_leaves(flat)
+    parts = []
     for group, indices, first in split_into_equal_groups(spec, tokens.shape[1]):
         own = sorted({spec.layout.get_pool_index(layer) for layer in group})
         places = [spec.find_query_buffer_index(layer) for layer in group]

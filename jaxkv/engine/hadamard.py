@@ -19,7 +19,8 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 # Number of last prompt tokens whose mean key is subtracted: rotary embeddings turn means with position, and near
 # entries are attended to most. And zeros that count as keys in the mean, as few tokens say little about later keys.
-_LAST, _PRIOR = 1024, 16
+_LAST = 1024
+_PRIOR = 16
 
 
 def uses_hadamard(parts: Parts) -> bool:
@@ -34,7 +35,8 @@ def uses_hadamard(parts: Parts) -> bool:
 @cache
 def hadamard_matrix(dim: int) -> Float[np.ndarray, "D D"]:
     """Return a symmetric orthonormal `f32[D, D]`: diagonal Hadamard blocks of the largest power of 2 that divides D."""
-    size, block = dim & -dim, np.ones((1, 1))
+    size = dim & -dim
+    block = np.ones((1, 1))
     while len(block) < size:
         block = np.block([[block, block], [block, -block]])
     return np.kron(np.eye(dim // size), block / np.sqrt(size)).astype(np.float32)

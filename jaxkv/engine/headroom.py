@@ -108,7 +108,8 @@ def count_steps_until_full(cache: KVCache) -> int:
 
     The largest int32 if decoding needs a single spare place only.
     """
-    parts, free = cache.policy.composed, cache.compute_layer_headroom()
+    parts = cache.policy.composed
+    free = cache.compute_layer_headroom()
     if not parts.decoding_compression.compresses:
         return int(free.min())
     if parts.evicts_while_decoding:
@@ -150,11 +151,9 @@ def make_headroom(flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyA
     Larger pools replace the old ones, which are deleted. Pools of sliding-window layers lose the entries outside their
     windows.
     """
-    parts, sliding_windows, grow_by = (
-        cache.policy.composed,
-        cache.config.sliding_windows,
-        _count_entries_to_limit(cache).max(axis=(1, 2)),
-    )
+    parts = cache.policy.composed
+    sliding_windows = cache.config.sliding_windows
+    grow_by = _count_entries_to_limit(cache).max(axis=(1, 2))
     # If the policy evicts, any entry of a segment may have been appended during decoding.
     grown = (
         int(cache.kept.max())
@@ -183,10 +182,8 @@ def fork_cache(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
     Policies that only append also get headroom for `new` tokens. The given cache holds `batch` sequences, or one to
     repeat. Raise MemoryError if the copy does not fit.
     """
-    renews, sliding_windows = (
-        cache.policy.composed.decoding_compression.compresses,
-        cache.config.sliding_windows,
-    )
+    renews = cache.policy.composed.decoding_compression.compresses
+    sliding_windows = cache.config.sliding_windows
     wanted = longest + (1 if renews else min(round_up_to_bucket(max(1, new)), MOST_AHEAD))
     # A cache from prefill always gets headroom: its slack varies with the prompt's length, and shapes must not. A cache
     # that has grown doubles, so that conversations produce few shapes.
@@ -229,7 +226,8 @@ def _estimate_copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
 
     Includes entries loaded from the host. On a mesh, bytes per device; on a CPU's virtual devices, of all together.
     """
-    axes, held = cache.axes, len(cache.seen)
+    axes = cache.axes
+    held = len(cache.seen)
     batch += count_padding_sequences(batch, axes)
     copied = cache.nbytes * batch // held + batch * cache.headroom_nbytes(
         [headroom] * cache.config.layers

@@ -100,9 +100,14 @@ class PromptEntrySource(LayerEntrySource):
         axes: ShardingMesh | None = None,
     ):
         """Prepare masks of `padded_len`-token prompts for layers of `heads` kv heads (in `shard_map`, a device's)."""
-        self.parts, self.lengths, self.numbers = parts, lengths, numbers
-        self.indices, self.sliding_windows, self.axes = indices, sliding_windows, axes
-        self.kept_entries, self.recents = numbers.rows, numbers.recent
+        self.parts = parts
+        self.lengths = lengths
+        self.numbers = numbers
+        self.indices = indices
+        self.sliding_windows = sliding_windows
+        self.axes = axes
+        self.kept_entries = numbers.rows
+        self.recents = numbers.recent
         self.length = place_host_array(lengths, "B", axes, jnp.int32)
         self.always_kept = place_host_array(
             parts.keep.mask_always_kept(lengths, padded_len), "B S", axes
@@ -111,7 +116,9 @@ class PromptEntrySource(LayerEntrySource):
         self.unscored = create_prompt_candidates(None, self.always_kept, self.length)
         everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, padded_len))
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
-        self.held, self.nans, self.checked = dict[int, UnpackedEntries](), list[Array](), 0
+        self.held = dict[int, UnpackedEntries]()
+        self.nans = list[Array]()
+        self.checked = 0
 
     def make_unscored_candidates(self, index: int, rows: UnpackedEntries) -> Candidates:
         """Return the `Candidates` of a layer that keeps all entries or its window's; hold its keys and values."""
@@ -175,7 +182,8 @@ class PromptEntrySource(LayerEntrySource):
 
     def require_no_nan_scores(self) -> None:
         """Wait for the scores since the last call; raise ValueError with the layers' indices if any is NaN."""
-        first, new = self.checked, self.nans[self.checked :]
+        first = self.checked
+        new = self.nans[self.checked :]
         self.checked = len(self.nans)
         for each in new:
             each.copy_to_host_async()

@@ -35,7 +35,8 @@ def compute_prompt_query_moments(
     Queries are projected from `x`, the hidden states before the block, `size` tokens of each prompt at a time. `size`
     is a divisor of S.
     """
-    config, (batch, _, width) = block.config, x.shape
+    config = block.config
+    batch, _, width = x.shape
     shape = (batch, config.kv_heads, config.group_size, config.head_dim)
     outer = jnp.zeros((*shape, config.head_dim), jnp.float32) if needs.covariance else None
     nothing = _QueryStatistics(
@@ -73,10 +74,8 @@ def sum_attention_in_blocks(
     def of_block(index: Int[Array, ""]) -> Float[Array, "B K G T"]:
         position = needs.first + index * size + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(position, padded_len - 1)
-        normed, by = (
-            block.normalise_for_attention(jnp.take(x, at, axis=1)),
-            table.gather_positions(at[None]),
-        )
+        normed = block.normalise_for_attention(jnp.take(x, at, axis=1))
+        by = table.gather_positions(at[None])
         k = apply_rope(block.compute_keys_values(normed)[0], by, normed.dtype)
         inside = position < (length - needs.last)[:, None]
         return attention.sum_attention_in_block(

@@ -76,7 +76,8 @@ def run_scorer(
     scorer: Scorer, seen: ScorerInputs, axes: ShardingMesh | None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
     """Run a scorer on one layer's entries; return scores and mass (such as attention), both `[B, K, S]`."""
-    shape, named = seen.k.shape[:3], "kv head and entry, [B, K, S]"
+    shape = seen.k.shape[:3]
+    named = "kv head and entry, [B, K, S]"
     mass = require_shape_and_dtype(
         scorer, "score_entries", scorer.score_entries(seen), shape, named
     )

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import CacheArrays, SegmentTables
 from jaxkv.cache.host_store import HostStoreLoader
 from jaxkv.cache.pools import EntryPool
@@ -33,7 +34,7 @@ from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerGroup:
     """Consecutive layers that one program runs: their indices, those loaded from the host, the next filter."""
 
@@ -149,9 +150,12 @@ def run_layer_group(
 
     def bind_layer(index: int, block: DecoderBlock, pool: EntryPool) -> BlockInputs:
         """Return a block's `BlockInputs`: its entries before the step, loaded ones, RoPE angles, query buffer."""
-        by, loaded, first = turned[index], None, None
+        by = turned[index]
+        loaded = None
+        first = None
         if inputs.loaded is not None and index in away:
-            loaded, first = inputs.loaded[:, away.index(index)], choosable[index]
+            loaded = inputs.loaded[:, away.index(index)]
+            first = choosable[index]
         rows = make_cache_layer(
             spec,
             pool,
@@ -167,7 +171,8 @@ def run_layer_group(
 
     begun = StepState(new=new, chosen=inputs.chosen)
     ran = run_blocks(blocks[: len(pools)], spec, ResidualStream(x=x), begun, pools, bind_layer)
-    x, choice = ran.stream.x, None
+    x = ran.stream.x
+    choice = None
     if inputs.filter is not None:
         q = (
             blocks[-1]
@@ -210,15 +215,19 @@ def run_offloaded_step(
 
     Several tokens in one call attend to all entries of every layer.
     """
-    reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
+    reading = spec.reading
+    graphs = spec.graphs
+    tables = cache.tables
+    state = cache.tables.state
     assert state is not None
     whole = tokens.shape[1] > 1 or not reading.filters
-    pools, query_buffers = (
-        list(cache.pools),
-        dict[int, QueryBuffer | None](zip(reading.filters, state.query_buffers, strict=False)),
+    pools = list(cache.pools)
+    query_buffers = dict[int, QueryBuffer | None](
+        zip(reading.filters, state.query_buffers, strict=False)
     )
     placement = spec.axes or next(iter(tables.seen.devices()))
-    x, chosen = embed_tokens(flat.ends, tokens, graphs=graphs), None
+    x = embed_tokens(flat.ends, tokens, graphs=graphs)
+    chosen = None
     cut = split_into_layer_groups(reading, spec.config.sliding_windows, whole=whole)
     single = [part.loaded[0] for part in cut if part.loaded]
     layers = _prefetch_layers(loader, single, tables.seen, reading.ahead)
@@ -244,16 +253,15 @@ def run_offloaded_step(
             loaded=loaded,
             chosen=chosen if part.loaded else None,
         )
-        mine, kinds = (
-            tuple(pools[layer] for layer in part.layers),
-            tuple(map(spec.config.get_layer_spec, every)),
-        )
+        mine = tuple(pools[layer] for layer in part.layers)
+        kinds = tuple(map(spec.config.get_layer_spec, every))
         x, mine, kept, choice = run_layer_group(
             mine, inputs, tables, x, count, spec=spec, kinds=kinds
         )
         chosen = chosen if choice is None else choice
         for layer, pool, query_buffer in zip(part.layers, mine, kept, strict=True):
-            pools[layer], query_buffers[layer] = pool, query_buffer
+            pools[layer] = pool
+            query_buffers[layer] = query_buffer
     logits, seen, length = _compute_last_logits(flat.ends, x, tables, count, graphs=graphs)
     state = dataclasses.replace(
         state,

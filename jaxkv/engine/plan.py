@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
 from jaxkv._checks import is_int_at_least, is_traced, settled, to_python_scalar
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.engine.lengths import EntryCounts, compute_entry_counts, list_buckets, round_up_to_bucket
@@ -30,7 +31,7 @@ _SAMPLES = 512
 _MOST_AHEAD = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefillPlan:
     """Plan of one prefill: padded length, pool sizes, headroom, budgets, bytes (on a mesh, of one device).
 
@@ -121,17 +122,19 @@ def plan_prefill(
     Raises:
         ValueError: if the policy does not support its budget for one of the prompts, which the message names.
     """
-    lengths, headroom = [to_python_scalar(each) for each in lengths], to_python_scalar(headroom)
+    lengths = [to_python_scalar(each) for each in lengths]
+    headroom = to_python_scalar(headroom)
     tokens = bool(lengths) and all(is_int_at_least(each, 1) for each in lengths)
     require(tokens, "prompt", lengths, "not positive lengths: give at least one token per prompt")
-    parts, length = (
-        resolve_policy_for_model(policy, config, dtype=dtype).composed,
-        np.asarray(lengths, np.int64),
-    )
+    parts = resolve_policy_for_model(policy, config, dtype=dtype).composed
+    length = np.asarray(lengths, np.int64)
     padded_len = round_up_to_bucket(int(length.max()))
-    layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
+    layers = config.layers
+    heads = config.kv_heads
+    item = jnp.dtype(dtype).itemsize
     numbers = compute_entry_counts(parts, length, config.sliding_windows)
-    rows, away = None, parts.build_read_config(config.sliding_windows, padded_len).offloaded
+    rows = None
+    away = parts.build_read_config(config.sliding_windows, padded_len).offloaded
     # Entries that layers compete for depend on the prompts' content.
     if not parts.layers.depends_on_scores and parts.score_threshold is None:
         rows = np.array(numbers.rows)
@@ -237,9 +240,12 @@ def _size_pools_on_device(
     kv_shards: int,
 ) -> tuple[int, ...]:
     """Return each pool's size P in entries on one device, headroom included: one per layer, or one shared pool's."""
-    local, layers, share = heads // kv_shards, len(headroom), get_device_capacity(parts.heads)
+    local = heads // kv_shards
+    layers = len(headroom)
+    share = get_device_capacity(parts.heads)
     if parts.cache_layout.uses_shared_pool:
-        capacity, padded_len = (capacity[0] // heads,), layers * padded_len
+        capacity = (capacity[0] // heads,)
+        padded_len = layers * padded_len
     headrooms = (sum(headroom),) if parts.cache_layout.uses_shared_pool else headroom
     # Heads of one device may win more than their even share, up to the policy's capacity and whole prompts.
     most = [
@@ -257,11 +263,13 @@ def _find_most_kept_entries(
 
     A pool shared by all layers has one total over layers and heads. Shapes must not depend on exact lengths.
     """
-    layers, whole = len(sliding_windows), sliding_windows.count(None)
+    layers = len(sliding_windows)
+    whole = sliding_windows.count(None)
     near = sum(min(max(sizes), window or 0) for window in sliding_windows)
     if not parts.compresses_prompts:
         return tuple(min(max(sizes), window or max(sizes)) for window in sliding_windows)
-    most, shared = np.zeros(layers, np.int64), 0
+    most = np.zeros(layers, np.int64)
+    shared = 0
     for top in sizes:
         low, _ = list_buckets(top)[-1]
         step = max(1, -(-(top - low) // _SAMPLES))

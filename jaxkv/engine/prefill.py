@@ -70,7 +70,8 @@ def run_layer(
     implementation: Implementation,
 ) -> LayerOut:
     """Run one block over right-padded prompts; return its `LayerOut`; donate `x`, except in the top block."""
-    last, graphs = index == len(flat.blocks) - 1, flat.get_layer_graphs(index)
+    last = index == len(flat.blocks) - 1
+    graphs = flat.get_layer_graphs(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
         x,
@@ -147,7 +148,9 @@ def prefill_layers(prompts: "PrefillLayerSource") -> Walk[KVCache]:
 
     Prompt lengths may be traced. Unlike `prefill`, this leaves the check for NaN scores to the caller.
     """
-    flat, needed, parts = prompts.flat, prompts.needed, prompts.parts
+    flat = prompts.flat
+    needed = prompts.needed
+    parts = prompts.parts
     headroom = np.asarray(needed.headroom, np.int32)
     if needed.buffer is not None:
         out = yield from compress_under_shared_budget(
@@ -206,7 +209,9 @@ class PrefillLayerSource(PromptEntrySource):
 
         Reads the plan's padded length, pools, headroom and numbers, which are traced if the lengths are.
         """
-        config, axes, parts = flat.config, flat.axes, policy.composed
+        config = flat.config
+        axes = flat.axes
+        parts = policy.composed
         super().__init__(
             parts,
             lengths,
@@ -218,8 +223,11 @@ class PrefillLayerSource(PromptEntrySource):
             sliding_windows=config.sliding_windows,
             axes=axes,
         )
-        self.flat, self.needed, self.policy = flat, needed, policy
-        self.merge_key, self.implementation = key, implementation
+        self.flat = flat
+        self.needed = needed
+        self.policy = policy
+        self.merge_key = key
+        self.implementation = implementation
         self.key = key if axes is None else move_to_sharding(key, get_array_sharding("", (), axes))
         self.dtype = needed.dtype
         self.reading = parts.build_read_config(self.sliding_windows, needed.padded_len)
@@ -231,8 +239,10 @@ class PrefillLayerSource(PromptEntrySource):
         self.x = embed_tokens(flat.ends, placed, graphs=flat.graphs, implementation=implementation)
         self.angles = compute_angles_by_rope(flat, needed.padded_len)
         self.ran = dict[int, LayerOut]()
-        self.to_host_store, self.query_buffers = list[Array](), list[Array]()
-        self.transforms, self.centres = uses_hadamard(parts), list[Array]()
+        self.to_host_store = list[Array]()
+        self.query_buffers = list[Array]()
+        self.transforms = uses_hadamard(parts)
+        self.centres = list[Array]()
 
     def run_both_passes(self, padded: PaddedPrompts) -> Walk[None]:
         """Generator: run all layers, then the second pass; store each entry's peak attention; yield progress."""
@@ -259,14 +269,16 @@ class PrefillLayerSource(PromptEntrySource):
 
     def get_layer_candidates(self, index: int) -> Candidates:
         """Run a layer unless it ran; return `Candidates`; hold entries (offloaded: on host), any queries, mean key."""
-        parts, length = self.parts, self.length
+        parts = self.parts
+        length = self.length
         out = self.ran.pop(index) if index in self.ran else self._run_next_layer(index)
         k = out.extras.get("unrotated", out.k) if parts.rolling else out.k
         rows = UnpackedEntries(k, out.v, self.unscored.inside)
         if self.transforms:
             self.centres.append(compute_mean_key(k, length, axes=self.axes))
         if count := self.remembered[index]:
-            last, rows_of = out.q[..., out.q.shape[3] - count :, :], query_buffer_size(count)
+            last = out.q[..., out.q.shape[3] - count :, :]
+            rows_of = query_buffer_size(count)
             self.query_buffers.append(
                 fill_query_buffer(
                     last, length, rows=rows_of, transforms=self.transforms, axes=self.axes
@@ -288,8 +300,10 @@ class PrefillLayerSource(PromptEntrySource):
     def build_scorer_input(self, out: LayerOut, index: int) -> ScorerInputs:
         """Return one layer's `ScorerInputs`: keys, values, last queries, and the statistics that the scorer needs."""
         # Other parts of the policy may have requested queries and norms, too.
-        flat, needs = self.flat, self.parts.scorer.needs
-        names, first = ("sums", *needs.requested_inputs), out.q.shape[3] - needs.queries
+        flat = self.flat
+        needs = self.parts.scorer.needs
+        names = ("sums", *needs.requested_inputs)
+        first = out.q.shape[3] - needs.queries
         extras: Any = {name: each for name, each in out.extras.items() if name in names}
         if needs.queries:
             extras["queries"] = out.q[..., first:, :]
@@ -312,12 +326,14 @@ class PrefillLayerSource(PromptEntrySource):
 
     def bound_entries_to_keep(self, layer_weights: list[Array | None]) -> tuple[Array, Array]:
         """Return upper bounds `[L, B]` of entries per kv head and of recent entries; 0 for layers that have not run."""
-        numbers, layers = self.numbers, len(self.indices)
+        numbers = self.numbers
+        layers = len(self.indices)
         weights = self.stack_layer_budget_weights(layer_weights)
         counts = bound_layer_budgets(
             self.parts, numbers.budget, self.lengths, numbers.always_kept, weights, layers
         )
-        xp, beyond = select_array_module(weights), ((0, layers - len(layer_weights)), (0, 0))
+        xp = select_array_module(weights)
+        beyond = ((0, layers - len(layer_weights)), (0, 0))
         rows, recents = (
             place_host_array(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in counts
         )
@@ -378,9 +394,13 @@ def _create_compressing_state(
     A limit is the number of kept entries, or the budget if the prompt is shorter and the policy has no threshold.
     Layers without a limit get a number that no cache reaches. Head budgets may fix their own limits.
     """
-    parts, lengths, numbers = source.parts, source.lengths, source.numbers
+    parts = source.parts
+    lengths = source.lengths
+    numbers = source.numbers
     of = slice(source.indices[0], source.indices[-1] + 1)
-    xp, endless, kept = select_array_module(lengths), np.iinfo(np.int32).max // 2, out.length
+    xp = select_array_module(lengths)
+    endless = np.iinfo(np.int32).max // 2
+    kept = out.length
     short = numbers.most > lengths
     targets = xp.where(short, numbers.most, source.kept_entries[of])
     # A short prompt's segments grow to their targets, so later sinks count, too.

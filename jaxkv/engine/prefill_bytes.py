@@ -5,9 +5,9 @@ when most of the cache exists, so only these are computed. Array sizes follow fr
 by the measured needs of compiled programs.
 """
 
-import dataclasses
 from functools import cached_property
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation, get_attention_backend
 from jaxkv.engine.hadamard import uses_hadamard
 from jaxkv.engine.lengths import (
@@ -26,7 +26,7 @@ from jaxkv.policies.reads import WHOLE, LayerReadConfig
 WORKSPACE = 1 << 25
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefillBytes:
     """Estimated bytes of a prefill on one device, weights excluded, as properties; fields are shapes and counts.
 
@@ -60,10 +60,8 @@ class PrefillBytes:
     @cached_property
     def pool_bytes(self) -> list[int]:
         """List of each pool's bytes on the device: one per layer, or one for a pool that all layers share."""
-        each, sliding_windows = (
-            self.parts.compute_entry_bytes(self.config.head_dim, self.item),
-            self.config.sliding_windows,
-        )
+        each = self.parts.compute_entry_bytes(self.config.head_dim, self.item)
+        sliding_windows = self.config.sliding_windows
         # Sliding-window layers select no entries, so theirs have no scores.
         apart = self.parts.stores_scores and not self.parts.cache_layout.uses_shared_pool
         less = [
@@ -95,16 +93,12 @@ class PrefillBytes:
     @property
     def peak_bytes(self) -> int:
         """Peak bytes on the device, weights excluded: cache plus the larger of prefill's arrays and loaded entries."""
-        config, parts, reading, loaded = (
-            self.config,
-            self.parts,
-            self.selection_config,
-            self.loaded_bytes,
-        )
-        token, layer = (
-            self._uncompressed_layer_bytes // self.padded_len,
-            self._uncompressed_layer_bytes,
-        )
+        config = self.config
+        parts = self.parts
+        reading = self.selection_config
+        loaded = self.loaded_bytes
+        token = self._uncompressed_layer_bytes // self.padded_len
+        layer = self._uncompressed_layer_bytes
         beside = self._compute_activation_bytes() + (layer if self.host_bytes else 0)
         if loaded:
             # Attention transposes the loaded entries of one layer.
@@ -119,13 +113,12 @@ class PrefillBytes:
 
     def _compute_activation_bytes(self) -> int:
         """Return peak bytes beyond the final cache, in the last two layers, a second pass, or the end."""
-        config, parts, rows, layers = (
-            self.config,
-            self.parts,
-            self._uncompressed_layer_bytes,
-            self.config.layers,
-        )
-        hidden, peaks = self.batch * self.padded_len * config.embed * self.item, list[int]()
+        config = self.config
+        parts = self.parts
+        rows = self._uncompressed_layer_bytes
+        layers = self.config.layers
+        hidden = self.batch * self.padded_len * config.embed * self.item
+        peaks = list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
             below = self._compute_lower_layer_bytes(index) + rows
@@ -155,7 +148,8 @@ class PrefillBytes:
 
     def _compute_compression_bytes(self, index: int, top: bool) -> int:
         """Return peak bytes of scoring, selecting, merging and packing a layer, beyond its entries and lower layers."""
-        parts, layers = self.parts, self.config.layers
+        parts = self.parts
+        layers = self.config.layers
         scored = parts.stores_scores
         # Scores that order entries, attention mass kept for later, and norms of keys.
         scores = self._compute_array_bytes(
@@ -191,7 +185,8 @@ class PrefillBytes:
 
     def _compute_second_pass_bytes(self) -> int:
         """Return the bytes of a second pass (KVzip), without prompt keys and values: scores, activations, logits."""
-        replay, config = self.parts.needs.replay, self.config
+        replay = self.parts.needs.replay
+        config = self.config
         assert replay is not None
         chunk = min(replay.chunk, self.padded_len)
         # The tokenizer turns text into fewer tokens than characters; at least one block of queries runs.
@@ -210,7 +205,8 @@ class PrefillBytes:
     @property
     def _page_bound_bytes(self) -> int:
         """Bytes of the minimum and maximum keys of all pages of layers that select pages (Quest); 0 without pages."""
-        reading, heads = self.selection_config, self.config.kv_heads
+        reading = self.selection_config
+        heads = self.config.kv_heads
         if not reading.page:
             return 0
         sources = zip(self.pool_rows, reading.sources, strict=True)
@@ -230,7 +226,8 @@ class PrefillBytes:
     @property
     def _table_bytes(self) -> int:
         """Bytes of the cache's segment tables, mean keys and policy state, query buffers included."""
-        ongoing, layers = self.parts.decoding_compression, self.config.layers
+        ongoing = self.parts.decoding_compression
+        layers = self.config.layers
         segments = layers * self.config.kv_heads
         numbers = 1 + 3 * segments + segments * self.config.head_dim * uses_hadamard(self.parts)
         if ongoing.compresses:
@@ -248,7 +245,9 @@ class PrefillBytes:
 
     def _compute_lower_layer_bytes(self, index: int) -> int:
         """Return the bytes that the layers below `index` hold: pools, or entries with scores, or a candidate buffer."""
-        parts, layers, norms = self.parts, self.config.layers, self.parts.needs.norms
+        parts = self.parts
+        layers = self.config.layers
+        norms = self.parts.needs.norms
         if self.buffer is not None:
             return self._candidate_buffer_bytes + self._compute_array_bytes(
                 4 * layers * (1 + norms)
@@ -284,7 +283,8 @@ class PrefillBytes:
     @property
     def _scoring_block_bytes(self) -> int:
         """Bytes of one block of tokens in scoring: float32 projected values, or logits of all heads; 0 if unused."""
-        needs, config = self.parts.needs, self.config
+        needs = self.parts.needs
+        config = self.config
         projected = 4 * min(self.padded_len, 512) * config.embed * needs.norms
         most = 0 if needs.blocks is None else needs.blocks.compute_block_size(self.padded_len)
         return self.batch * config.heads * max(projected, 8 * most**2)
@@ -292,7 +292,8 @@ class PrefillBytes:
     @cached_property
     def _statistic_bytes(self) -> int:
         """Bytes that a layer's program returns for scoring, such as last queries, attention sums, unrotated keys."""
-        needs, config = self.parts.needs, self.config
+        needs = self.parts.needs
+        config = self.config
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
         size += 4 * config.group_size * (needs.sums + (needs.blocks is not None))
         window = needs.queries * config.head_dim * self.item
@@ -303,11 +304,9 @@ class PrefillBytes:
 
     def _compute_temporary_bytes(self, top: bool) -> int:
         """Return a layer program's temporary bytes: maximum of attention, scoring, MLP; on CPUs q, k, v + scoring."""
-        config, needs, backend = (
-            self.config,
-            self.parts.needs,
-            get_attention_backend(self.implementation),
-        )
+        config = self.config
+        needs = self.parts.needs
+        backend = get_attention_backend(self.implementation)
         if not backend.can.at_once:
             # XLA on a CPU runs prompts one by one in float32: queries of all prompts, keys and values of one, and a
             # copy of the returned arrays. The top layer attends from a single token.
@@ -331,9 +330,12 @@ class PrefillBytes:
             return max(attend, self._scoring_block_bytes)
         # A mixture of experts runs an expert on `choose_block_rows` tokens at a time, next to the float32 sums of all
         # tokens.
-        rows, sums, weights = tokens, self.item, 0
+        rows = tokens
+        sums = self.item
+        weights = 0
         if config.experts is not None:
-            rows, sums = choose_block_rows(tokens, config.experts.chosen, config.experts.count), 4
+            rows = choose_block_rows(tokens, config.experts.chosen, config.experts.count)
+            sums = 4
             # The weights of one expert, sliced from the stacked weights.
             weights = (2 + config.gated) * config.hidden * config.embed * self.item
         # The MLP's inner products and output and the residual stream are float32.

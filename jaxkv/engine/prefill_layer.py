@@ -1,12 +1,11 @@
 """One decoder block over whole prompts: the program that prefill runs per layer, in blocks of tokens."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import AttentionBackend, Implementation, get_attention_backend
 from jaxkv.attention.steps import GatheredEntries
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
@@ -24,7 +23,7 @@ _BLOCKS = (512, QUERY_BLOCK)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerOut:
     """One layer's prefill output: hidden states, keys, values, last queries, and statistics for the policy.
 
@@ -79,7 +78,8 @@ def layer(
         extras["blocks"] = sum_attention_in_blocks(block, x, length, table, needs.blocks)
     if needs.hidden:
         extras["hidden"] = block.normalise_for_attention(x)
-    backend, reach = get_attention_backend(implementation), block.spec.sliding_window
+    backend = get_attention_backend(implementation)
+    reach = block.spec.sliding_window
     attends = (
         backend
         if reach is None or backend.can.sliding_windows
@@ -159,8 +159,10 @@ def _run_block_by_sequence(
     Runs as many blocks of tokens as a sequence fills, so padding costs memory but no time. The top block (`last`)
     returns its hidden states unchanged.
     """
-    config, (batch, padded_len, width) = block.config, x.shape
-    shaping, reach = block.logits_shaping, block.spec.sliding_window
+    config = block.config
+    batch, padded_len, width = x.shape
+    shaping = block.logits_shaping
+    reach = block.spec.sliding_window
     size = choose_block_size(padded_len, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
@@ -238,7 +240,8 @@ def _run_block_in_batch(
     """
     batch, padded_len, width = x.shape
     size = choose_prefill_block_size(padded_len, batch)
-    config, put = block.config, lax.dynamic_update_slice
+    config = block.config
+    put = lax.dynamic_update_slice
 
     def normed(index):
         return block.normalise_for_attention(

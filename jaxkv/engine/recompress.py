@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import is_traced, select_array_module
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import LogitShaping
 from jaxkv.cache import KVCache, SegmentTables
 from jaxkv.cache.layout import SegmentLayout
@@ -77,7 +78,7 @@ def find_due_sequences(cache: KVCache) -> Any:
     return count_entries_over_limit(cache) >= (parts.recompression_interval or 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FixedSizes:
     """Fixed pool sizes and segment length for the caches that `recompress` returns; needed for traced caches.
 
@@ -104,7 +105,8 @@ def recompress(
     sequence allows, with `headroom` free places behind every segment. If the cache's tables are traced, `fixed` sets
     the sizes.
     """
-    parts, state = cache.policy.composed, cache.state
+    parts = cache.policy.composed
+    state = cache.state
     assert state is not None
     held = _CachedLayerSource(
         flat,
@@ -141,7 +143,7 @@ def recompress(
     return place_dataclass_on_mesh(result, flat.axes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CachedLayerConfig:
     """Static config of the functions that take a cached layer's entries for recompression: policy parts, layout, sizes.
 
@@ -176,7 +178,7 @@ class CachedLayerConfig:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CachedLayer:
     """Arrays of one cached layer: pool, tables of all layers, query buffer, index in tables and model, random key."""
 
@@ -210,20 +212,21 @@ class _CachedLayerSource(LayerEntrySource):
         fixed: FixedSizes | None,
     ):
         """Compute a cache's padded segment length and, per layer, how many entries and recent ones to keep."""
-        parts, state = cache.policy.composed, cache.state
+        parts = cache.policy.composed
+        state = cache.state
         assert state is not None
-        self.flat, self.cache, self.key, self.headroom, self.fixed = (
-            flat,
-            cache,
-            key,
-            headroom,
-            fixed,
-        )
-        self.indices, self.axes = range(len(headroom)), flat.axes
+        self.flat = flat
+        self.cache = cache
+        self.key = key
+        self.headroom = headroom
+        self.fixed = fixed
+        self.indices = range(len(headroom))
+        self.axes = flat.axes
         self.kept_entries, self.recents = recount_entries_to_keep(
             parts, cache.tables, flat.config.sliding_windows, flat.axes
         )
-        self.sliding_windows, self.dtype = flat.config.sliding_windows, cache.pools[0].dtype
+        self.sliding_windows = flat.config.sliding_windows
+        self.dtype = cache.pools[0].dtype
         self.tables = dataclasses.replace(
             cache.tables, state=dataclasses.replace(state, query_buffers=())
         )
@@ -235,7 +238,8 @@ class _CachedLayerSource(LayerEntrySource):
                 round_up_to_bucket(int(copy_to_host(cache.seen).max())),
                 cache.layout.get_max_segment_length(most, heads),
             )
-        self.parts, self.padded_len = parts, padded_len if fixed is None else fixed.padded_len
+        self.parts = parts
+        self.padded_len = padded_len if fixed is None else fixed.padded_len
 
     def get_layer_candidates(self, index: int) -> Candidates:
         """Return one layer's `Candidates`: masks, positions, and scores from the policy's rank or its scorer."""
@@ -250,14 +254,16 @@ class _CachedLayerSource(LayerEntrySource):
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.get_pool_index(group[0])]
         part = slice(group[0], group[-1] + 1)
-        kv_shards, capacity = self.cache.kv_shards, get_device_capacity(self.parts.heads)
+        kv_shards = self.cache.kv_shards
+        capacity = get_device_capacity(self.parts.heads)
         heads = kept.shape[2] // kv_shards
 
         def bound_device_entries(rows: int) -> int:
             """Return the most entries that one device's heads may hold if their even share is `rows`."""
             return min(multiply_rounding_down(capacity, rows), kv_shards * rows)
 
-        length, layout = copy_to_host(kept).astype(np.int64), self.cache.layout
+        length = copy_to_host(kept).astype(np.int64)
+        layout = self.cache.layout
         rows = bound_device_entries(
             -(-int(layout.count_required_pool_rows(length).max()) // kv_shards)
         )
@@ -289,11 +295,9 @@ class _CachedLayerSource(LayerEntrySource):
 
     def _build_cached_layer(self, index: int) -> CachedLayer:
         """Return the `CachedLayer` of layer `index`: its pool, the tables, its query buffer and a random key."""
-        cache, state, sliding_windows = (
-            self.cache,
-            self.cache.state,
-            self.flat.config.sliding_windows,
-        )
+        cache = self.cache
+        state = self.cache.state
+        sliding_windows = self.flat.config.sliding_windows
         query_buffers = () if sliding_windows[index] or state is None else state.query_buffers
         return CachedLayer(
             pool=cache.pools[cache.layout.get_pool_index(index)],
@@ -323,12 +327,11 @@ def recount_entries_to_keep(
     The entries are the mean of a layer's limits, or come from the budget schedule for the current length.
     Sliding-window layers keep the entries of their windows.
     """
-    state, seen = tables.state, _copy_to_host_as_int64(tables.seen)
+    state = tables.state
+    seen = _copy_to_host_as_int64(tables.seen)
     assert state is not None
-    always_kept, xp = (
-        parts.keep.count_always_kept(seen, _copy_to_host_as_int64(state.prompt)),
-        select_array_module(seen),
-    )
+    always_kept = parts.keep.count_always_kept(seen, _copy_to_host_as_int64(state.prompt))
+    xp = select_array_module(seen)
     by_limits = parts.evicts_while_decoding and parts.heads.get_segment_limits() is None
     # Segments under a threshold may hold fewer entries than their budget, so their limits give no budget.
     if by_limits or (parts.layers.depends_on_scores and parts.score_threshold is None):
@@ -356,7 +359,8 @@ def recount_entries_to_keep(
 
 def gather_layer_entries(layer: CachedLayer, static: CachedLayerConfig) -> UnpackedEntries:
     """Return a cached layer's `UnpackedEntries`: each segment sorted by position and padded to equal length."""
-    pool, segments = layer.pool, layer.layer_segments
+    pool = layer.pool
+    segments = layer.layer_segments
     batch, heads = segments.start.shape
     padded_len = min(static.padded_len, static.layout.get_max_segment_length(pool.row_count, heads))
     index = jnp.arange(padded_len, dtype=jnp.int32)
@@ -422,7 +426,8 @@ def gather_entries_to_pack(
     norms_of: Norms = reject_value_norms,
 ) -> UnpackedEntries:
     """Return a cached layer's `UnpackedEntries`, with new attention mass for mergers that do not compare entries."""
-    rows, merge = gather_layer_entries(layer, static), static.ongoing.merge
+    rows = gather_layer_entries(layer, static)
+    merge = static.ongoing.merge
     if merge is None or merge.compared_tensors:
         return rows
     mass = _rescore_entries(layer, _undo_transform(rows, layer), static, shaping, norms_of)[1]
@@ -440,12 +445,11 @@ def gather_candidates(
     A sliding-window layer keeps the entries of its window and has no scores. `norms_of` computes norms of values, for
     policies that need them.
     """
-    rows, ongoing, window = (
-        gather_layer_entries(layer, static),
-        static.ongoing,
-        static.spec.sliding_window,
-    )
-    pos, segments = rows.positions, layer.layer_segments
+    rows = gather_layer_entries(layer, static)
+    ongoing = static.ongoing
+    window = static.spec.sliding_window
+    pos = rows.positions
+    segments = layer.layer_segments
     assert pos is not None
     candidates = Candidates(
         scores=None,
@@ -476,10 +480,13 @@ def _rescore_entries(
     norms_of: Norms,
 ) -> tuple[Array, Array]:
     """Return two arrays `f32[B, K, S]`, new scores and attention mass, from a scorer and a layer's query buffer."""
-    segments, scorer, centre = layer.layer_segments, static.scorer, layer.key_centre
+    segments = layer.layer_segments
+    scorer = static.scorer
+    centre = layer.key_centre
     k = rows.k
     batch, heads = segments.length.shape
-    needs, extras = scorer.needs, ExtraInputs()
+    needs = scorer.needs
+    extras = ExtraInputs()
     window = needs.queries
     if needs.norms:
         extras["norms"], extras["norm_totals"] = _sum_value_norms(norms_of, rows, static.axes)

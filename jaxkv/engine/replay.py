@@ -103,16 +103,15 @@ def build_second_pass_chunks(
     batch, padded_len = tokens.shape
     size = min(asked.chunk, padded_len)
     for first in range(0, int(lengths.max()), size):
-        ids, count = (
-            np.zeros((batch, count_second_pass_tokens(asked, texts, padded_len)), np.int32),
-            np.zeros(batch, np.int32),
-        )
+        ids = np.zeros((batch, count_second_pass_tokens(asked, texts, padded_len)), np.int32)
+        count = np.zeros(batch, np.int32)
         for row in np.flatnonzero(lengths > first):
             before = [*texts.first]
             if first:
                 before = [*texts.following, *tokens[row, max(0, first - asked.tail) : first]]
             line = [*before, *texts.closing, *tokens[row, first : min(first + size, lengths[row])]]
-            ids[row, : len(line)], count[row] = line, len(line)
+            ids[row, : len(line)] = line
+            count[row] = len(line)
         yield first, ids, count
 
 
@@ -129,7 +128,9 @@ def compute_peak_attention(
 
     Yields progress in equal parts that sum to `worth`, the second pass's share of the layers' progress.
     """
-    (tokens, lengths, texts), layers, axes = padded, len(flat.blocks), flat.axes
+    tokens, lengths, texts = padded
+    layers = len(flat.blocks)
+    axes = flat.axes
     assert texts is not None
     length = place_host_array(lengths, "B", axes, jnp.int32)
     shape = ran[0].k.shape[:3]
@@ -178,15 +179,17 @@ def _rerun_block(
     `rows` are the prompt's keys and values. `count` of the tokens are valid, and the chunk begins at position `first`.
     `peaks` of a sliding-window layer are unchanged.
     """
-    block, (keys, values), window = graphs.rebuild_block(leaves), rows, graphs.spec.sliding_window
-    shaping, softcap = block.logits_shaping, graphs.spec.softcap
+    block = graphs.rebuild_block(leaves)
+    keys, values = rows
+    window = graphs.spec.sliding_window
+    shaping = block.logits_shaping
+    softcap = graphs.spec.softcap
     batch, heads, padded_len, dim = keys.shape
     tokens, width = x.shape[1:]
-    size, backend = tokens // -(-tokens // MOST), get_attention_backend(implementation)
-    put, near = (
-        lax.dynamic_update_slice,
-        partial(attention.compute_causal_attention, softcap=softcap),
-    )
+    size = tokens // -(-tokens // MOST)
+    backend = get_attention_backend(implementation)
+    put = lax.dynamic_update_slice
+    near = partial(attention.compute_causal_attention, softcap=softcap)
     by = compute_rope_tables(
         length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim
     )
@@ -194,7 +197,8 @@ def _rerun_block(
         jnp.broadcast_to(length[:, None], (batch, heads)), padded_len
     )
     pool = (batch, heads * padded_len, dim)
-    chunk, few = min(asked.chunk, padded_len), min(asked.sinks, padded_len)
+    chunk = min(asked.chunk, padded_len)
+    few = min(asked.sinks, padded_len)
     # If the last chunk would end beyond the padded length, its slice begins earlier; the previous chunk is masked.
     begin = jnp.minimum(first, padded_len - chunk)
     there = begin + jnp.arange(chunk, dtype=jnp.int32)
@@ -222,11 +226,10 @@ def _rerun_block(
         part = lax.dynamic_slice_in_dim(x, at, size, axis=1)
         normed = block.normalise_for_attention(part)
         turn = by.slice_positions(at, size)
-        q, (raw, new) = (
-            block.compute_rotated_queries(normed, turn),
-            block.compute_keys_values(normed),
-        )
-        k, v = put(k, apply_rope(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
+        q = block.compute_rotated_queries(normed, turn)
+        raw, new = block.compute_keys_values(normed)
+        k = put(k, apply_rope(raw, turn, x.dtype), (0, 0, at, 0))
+        v = put(v, new, (0, 0, at, 0))
         if window is not None:
             given = (q, (k, v), count, (keys.reshape(pool), values.reshape(pool)), reach)
             out = attend_sliding_window(
@@ -271,7 +274,8 @@ def _compute_projected_norms(
     block: DecoderBlock, v: Float[Array, "B K C D"]
 ) -> Float[Array, "B K G C"]:
     """Return float32 L2 norms `[B, K, G, C]` of values after the output projection of each query head."""
-    heads, dim = v.shape[1], v.shape[3]
+    heads = v.shape[1]
+    dim = v.shape[3]
     weight = get_float_weight(block.attention, "out").reshape(
         -1, heads, block.config.group_size, dim
     )

@@ -1,12 +1,12 @@
 """Residual stream between the blocks of a decode step; a fused add-and-norm kernel may do its last addition."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.models.decoder import DecoderBlock, EmbeddingAndHead, Leaves
 from jaxkv.models.layers import RMSNorm, apply_linear, apply_linear_split_k
@@ -17,7 +17,7 @@ _TILE = 8
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ResidualStream:
     """Hidden states between two blocks, and split-K partial sums (`added`) not yet added to them.
 

@@ -1,6 +1,5 @@
 """Segment tables of a decode step, and reductions over the entries of segments."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.xla import (
     SegmentReadMode,
     gather_row_blocks,
@@ -18,7 +18,7 @@ from jaxkv.attention.xla import (
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Segments:
     """Tables of one layer's segments, `[B, K]`: first pool row, length, limit, and state of the policy.
 

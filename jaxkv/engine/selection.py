@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import ENDLESS
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.arrays import EntryOverflowCounts
 from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.models.config import SlidingWindows
@@ -32,7 +33,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Candidates:
     """Candidate entries of one layer: scores, positions, masks; optional value norms, budget claim, ranks.
 
@@ -107,7 +108,8 @@ def _slice_window(
 ) -> tuple[UnpackedEntries, Candidates]:
     """Compiled: return copies of each sequence's last `window` entries, and `Candidates` that keep all of them."""
     index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-    shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
+    shape = (*rows.k.shape[:2], window)
+    at = jnp.maximum(index, 0)
     k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
     inside, positions = (jnp.broadcast_to(each[:, None], shape) for each in (index >= 0, at))
     cut = dataclasses.replace(
@@ -192,7 +194,8 @@ def _choose(
     axes: ShardingMesh | None,
 ) -> EntrySelection:
     """Compiled: select entries of scored layers; return `EntrySelection`: a keep mask per layer, overflow counts."""
-    budgets, layer = remove_score_threshold(heads), _join_layers(layers)
+    budgets = remove_score_threshold(heads)
+    layer = _join_layers(layers)
     local = layer.inside
     # Heads that compete need the scores of all devices.
     over = None if budgets.selection_order is SelectionOrder.OWN else axes
@@ -214,12 +217,10 @@ def _choose(
         left = compute_candidate_sort_keys(scores, candidates & ~chosen).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | mask_top_k(left, missing).reshape(chosen.shape)
-    moved, cut, uneven, devices = (
-        None,
-        None,
-        get_competing_budgets(budgets),
-        1 if over is None else over.count_axis_shards("K"),
-    )
+    moved = None
+    cut = None
+    uneven = get_competing_budgets(budgets)
+    devices = 1 if over is None else over.count_axis_shards("K")
     # In recompression heads may hold fewer entries than the budget allows.
     chosen = chosen & candidates if limited else chosen
     if uneven is not None and uneven.capacity < devices:

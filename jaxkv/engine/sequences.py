@@ -1,12 +1,11 @@
 """Sequences of a running batch: their arrays, which are copied into and out of slots."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error
 from jaxkv.cache import CacheArrays, KVCache
 from jaxkv.engine.sampling import BatchSampling, Sampler, combine_samplers
@@ -16,7 +15,7 @@ from jaxkv.sharding.mesh import place_dataclass_on_mesh
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SequenceArrays:
     """Pytree of B sequences of a running batch: cache arrays, sampling state, sampler's parameters."""
 
@@ -25,7 +24,7 @@ class SequenceArrays:
     sampling: BatchSampling
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PausedSequence:
     """A sequence outside of any slot: its arrays, random key and counters, to be inserted into a slot.
 
@@ -65,7 +64,8 @@ def create_sequences(
         ValueError: for a cache without logits.
         TypeError: for a custom sampler.
     """
-    logits, batch = cache.logits, cache.seen.shape[0]
+    logits = cache.logits
+    batch = cache.seen.shape[0]
     if logits is None:
         raise build_value_error("cache", "without logits", "give a cache from prefill or extend")
     sampling_state = SamplingState(

@@ -97,11 +97,9 @@ class Session:
         self.texts = encode_second_pass_texts(
             self.policy.composed.needs.replay, params.text, params.config
         )
-        self.clocks, self.question_traffic, self.decode_traffic = (
-            StageClocks(),
-            TransferCounter(),
-            TransferCounter(),
-        )
+        self.clocks = StageClocks()
+        self.question_traffic = TransferCounter()
+        self.decode_traffic = TransferCounter()
         given = arguments.validate_random_key(key)
         self._keyed = given is not None
         with self.clocks.prefill:
@@ -120,11 +118,9 @@ class Session:
         Raises:
             MemoryError: if the plan's bytes exceed free memory.
         """
-        parts, config, mesh = (
-            self.policy.composed,
-            self.params.config,
-            self.params.flat_decoder.mesh,
-        )
+        parts = self.policy.composed
+        config = self.params.config
+        mesh = self.params.flat_decoder.mesh
         device = None if mesh is None else mesh.local_devices[0]
         headroom = (
             compute_prefill_headroom(parts, config.sliding_windows, lengths, new) if new else 0
@@ -155,7 +151,8 @@ class Session:
         Raises:
             ValueError: for a budget that the policy does not support.
         """
-        params, axes = self.params, self.params.axes
+        params = self.params
+        axes = self.params.axes
         plan = plan_prefill(
             params.config,
             self.policy,
@@ -231,7 +228,8 @@ class Session:
         """
         with use_package_jax_settings():
             self._require_same_arguments("prefill", ids, new=new, needed=needed, key=key)
-            encoded, params = self.tokenize_prompts(ids), self.params
+            encoded = self.tokenize_prompts(ids)
+            params = self.params
             self._require_valid_request(encoded.prompt_lengths, new)
             needed = self.plan(encoded.prompt_lengths, new) if needed is None else needed
             copies = count_padding_sequences(len(encoded.ids), params.axes)
@@ -300,9 +298,11 @@ class Session:
             if chunk is None
             else validate_int("chunk", chunk, "give chunks of at least 1 token")
         )
-        encoded, flat = self.tokenize_prompts(ids, cache), self.params.flat_decoder
+        encoded = self.tokenize_prompts(ids, cache)
+        flat = self.params.flat_decoder
         self._require_valid_request(encoded.prompt_lengths, new, cache)
-        batch, longest = len(encoded.ids), int(encoded.prompt_lengths.max())
+        batch = len(encoded.ids)
+        longest = int(encoded.prompt_lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.compute_layer_headroom().min() < longest:
                 cache = fork_cache(cache, batch, max(SHORT, longest), new)
@@ -395,10 +395,8 @@ class Session:
         if not donate:
             with self.clocks.decode:
                 cache = fork_cache(cache, cache.batch, 0, new)
-        decode_loop, parts = (
-            self.start_decode_loop(cache, new=new, sampling=sampling, eos=eos, key=key),
-            [],
-        )
+        decode_loop = self.start_decode_loop(cache, new=new, sampling=sampling, eos=eos, key=key)
+        parts = []
         with self.clocks.decode:
             while steps and not decode_loop.ended_sequences.all():
                 parts.append(decode_loop.sample_tokens(steps))
@@ -441,7 +439,8 @@ class Session:
         )
         remedy = "give a cache from a session's prefill, extend or sample"
         require(cache.logits is not None, "cache", "without logits", remedy)
-        flat, key = self.params.flat_decoder, self.resolve_key(key)
+        flat = self.params.flat_decoder
+        key = self.resolve_key(key)
         with self.clocks.decode:
             cache = prepare_cache_for_decoding(flat, cache, new, key=key)
             return DecodeLoop(

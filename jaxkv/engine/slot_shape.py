@@ -1,11 +1,11 @@
 """Static shape of a slot: pool sizes for any prompt up to a limit, and its new tokens."""
 
-import dataclasses
 import math
 
 import numpy as np
 from jaxtyping import Bool
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.headroom import compute_prefill_headroom
@@ -19,7 +19,7 @@ from jaxkv.policies.parts import Parts
 FEW = 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SlotShape:
     """Static shape of a slot: size of each pool (on a mesh, per device); maximum tokens of prompt, question, answer."""
 
@@ -58,7 +58,8 @@ class SlotShape:
             "pool sizes of other slots. Give a cache from prefill of these slots.",
         )
         # A custom policy class may have changed its store since the cache was saved.
-        stores, store = {type(pool.store).__name__ for pool in cache.pools}, parts.store.__name__
+        stores = {type(pool.store).__name__ for pool in cache.pools}
+        store = parts.store.__name__
         require(
             stores == {store},
             "cache",
@@ -112,7 +113,8 @@ def compute_slot_shape(
     # A policy that recompresses divides a longer text among layers like a longer prompt.
     more = question + new
     longest = prompt + (more if parts.recompression_interval else 0)
-    most, asked = np.zeros(1, np.int64), round_up_to_bucket(max(1, question))
+    most = np.zeros(1, np.int64)
+    asked = round_up_to_bucket(max(1, question))
     for shortest, size in list_buckets(longest):
         # The shortest prompt of a bucket gains the most entries before its limit.
         short = np.asarray([shortest])

@@ -1,12 +1,11 @@
 """Sparse attention (OmniKV): filter layers select tokens by attention, and the layers above attend to these only."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.filters import FilterQuery, score_positions_by_row, score_positions_in_pool
 from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.cache import SegmentTables
@@ -21,7 +20,7 @@ Loaded = Float[Array, "B T 2 K D"]
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SelectedPositions:
     """Token positions `[B, T]` selected by a filter layer (OmniKV), ascending; the first `count` of T are valid."""
 
@@ -40,7 +39,9 @@ def create_new_tokens(
     The candidates are all tokens so far in steps of several tokens and for policies that select generated tokens; else
     the prompt.
     """
-    reading, state, candidates = terms.reading, tables.state, None
+    reading = terms.reading
+    state = tables.state
+    candidates = None
     if reading.has_sparse_layers:
         assert state is not None
         if tokens > 1:
@@ -55,7 +56,8 @@ def create_new_tokens(
 
 def find_dense_offset(terms: DecodeAttentionConfig, tables: SegmentTables) -> Int[Array, "L B K"]:
     """Return the offset `i32[L, B, K]` in each segment from which on sparse layers attend to all entries."""
-    reading, state = terms.reading, tables.state
+    reading = terms.reading
+    state = tables.state
     assert state is not None and state.choosable is not None
     # If generated tokens must be selected too, no entry before the new one is exempt.
     return tables.length if reading.include_generated else state.choosable
@@ -76,9 +78,11 @@ def build_filter_query(
     tokens = new.positions.shape[1]
     if query_buffer is None or tokens > 1:
         real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(new.count, 1)[:, None]
-        positions, weights = jnp.where(real, new.positions, -1), real.astype(jnp.float32)
+        positions = jnp.where(real, new.positions, -1)
+        weights = real.astype(jnp.float32)
         return FilterQuery(q=q, positions=positions, weights=weights, shaping=shaping)
-    rows, now = query_buffer.shape[3], new.positions[:, :1]
+    rows = query_buffer.shape[3]
+    now = new.positions[:, :1]
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
     queries = jnp.take_along_axis(query_buffer, slot[:, None, None, :, None], axis=3)
@@ -103,7 +107,8 @@ def select_positions(
     """Select token positions by a filter layer's attention: one `SelectedPositions` for all heads and tokens."""
     reading = terms.reading
     assert new.candidates is not None
-    query, below = build_filter_query(q, query_buffer, new, reading, shaping), new.candidates.below
+    query = build_filter_query(q, query_buffer, new, reading, shaping)
+    below = new.candidates.below
     # Queries and keys of equal position attend to each other; padding and headroom are no candidates.
     if reading.every_entry:
         scores = score_positions_by_row(query, pool.k, below, terms.axes)
@@ -186,14 +191,17 @@ def find_pool_rows(
     reading: LayerReadConfig,
 ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
     """Return pool rows `[B, K, T]` of selected positions in a head's first `kept` entries (or -1), and their number."""
-    positions, first = chosen.positions[:, None], start[..., None]
+    positions = chosen.positions[:, None]
+    first = start[..., None]
     real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
     if reading.every_entry:
         rows = jnp.where(real, first + positions, -1)
         return rows, jnp.broadcast_to(chosen.count[:, None], start.shape)
-    batch, end = start.shape[0], first + kept[..., None]
+    batch = start.shape[0]
+    end = first + kept[..., None]
     shape = (*start.shape, positions.shape[-1])
-    low, high = jnp.broadcast_to(first, shape), jnp.broadcast_to(end, shape)
+    low = jnp.broadcast_to(first, shape)
+    high = jnp.broadcast_to(end, shape)
 
     def position_at(row: Array) -> Array:
         flat = jnp.minimum(row, pool.row_count - 1).reshape(batch, -1)

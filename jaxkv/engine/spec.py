@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import (
     PREFILL_ONLY,
@@ -66,7 +67,8 @@ def get_gate_weights(flat: SplitDecoder, gate: Gate, layer: int, *, abstract: bo
     Return abstract arrays if `abstract`, and while programs are recorded.
     """
     # Look up first: a gate from a saved cache has no weights, even if an equal gate's are cached.
-    weights, axes = gate.host_weights[layer], flat.axes
+    weights = gate.host_weights[layer]
+    axes = flat.axes
     if abstract or get_active_recorder() is not None:
         weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), weights)
         return weights if axes is None else place_tree_on_mesh(weights, type(weights), axes)
@@ -79,7 +81,7 @@ def get_gate_weights(flat: SplitDecoder, gate: Gate, layer: int, *, abstract: bo
     return kept[layer]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DecodeSpec(DecodeAttentionConfig):
     """Static, hashable config of decode programs: decoder graphs, model config, cache layout, policy parts, backend.
 
@@ -118,7 +120,8 @@ class DecodeSpec(DecodeAttentionConfig):
         """Return each block's arrays as a tuple: the block's parameters, then the layer's gate weights, if any."""
         if self.entry_gate is None:
             return flat.blocks
-        abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.entry_gate
+        abstract = isinstance(flat.ends[0], jax.ShapeDtypeStruct)
+        gate = self.entry_gate
         weights = [
             get_gate_weights(flat, gate, layer, abstract=abstract)
             for layer in range(len(flat.blocks))
@@ -199,7 +202,8 @@ def create_decode_spec(
     With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`). With
     `grouped`, steps run in groups of layers.
     """
-    ongoing, most = parts.decoding_compression, None
+    ongoing = parts.decoding_compression
+    most = None
     reading = parts.build_read_config(flat.config.sliding_windows, padded_len)
     if ongoing.compresses and parts.cache_layout.uses_shared_pool and not extended:
         most = bound_segment_length(parts, padded_len, flat.config.sliding_windows)
@@ -228,7 +232,8 @@ def runs_in_layer_groups(
     Not on a mesh, and only if layers have equal budgets, or share a pool in which they only append: groups of unequal
     layers would share no program, and each group would evict or decay in the whole pool.
     """
-    leaf, decoding = flat.ends[0], parts.decoding_compression
+    leaf = flat.ends[0]
+    decoding = parts.decoding_compression
     if new > _SHORT_ANSWER or flat.config.layers < _GROUPED_LAYERS:
         return False
     if implementation is not Implementation.XLA or flat.axes is not None:
@@ -257,7 +262,8 @@ def select_implementations(
     Raises:
         ValueError: for a policy with chunked prefill and an implementation that does not support it.
     """
-    read, axes = policy.composed.read, params.axes
+    read = policy.composed.read
+    axes = params.axes
     device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
     chosen = choose_attention_implementations(
         asked,

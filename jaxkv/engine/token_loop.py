@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import CacheArrays, SegmentTables
 from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
 from jaxkv.cache.pools import EntryPool
@@ -42,7 +43,7 @@ def _get_command_buffer_options() -> dict[str, str]:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SamplingState:
     """Sampling state of each sequence of a batch: next logits, ended mask, tokens left, random keys, end ids.
 
@@ -205,16 +206,15 @@ def decode(
             stopped = dataclasses.replace(sampling_state, done=sampling_state.done | True)
             cache, *_ = step(cache, stopped, loader=spare)
             jax.block_until_ready(cache)
-    out, ran, ended, logprobs = (
-        np.full((len(sampling_state.done), size), -1, np.int32),
-        0,
-        copy_to_host(sampling_state.done),
-        list[Any](),
-    )
+    out = np.full((len(sampling_state.done), size), -1, np.int32)
+    ran = 0
+    ended = copy_to_host(sampling_state.done)
+    logprobs = list[Any]()
     while ran < int(steps) and ended.sum() <= idle:
         cache, sampling_state, new = step(cache, sampling_state, loader=loader)
         # Copy to the host only now, while the device runs the step.
-        out[:, ran], ended = copy_to_host(new.shown), copy_to_host(new.done)
+        out[:, ran] = copy_to_host(new.shown)
+        ended = copy_to_host(new.done)
         logprobs.append(new.logprobs)
         ran += 1
     found = jnp.asarray(out), jnp.int32(ran), concatenate_logprobs(logprobs)
@@ -263,10 +263,8 @@ def collect_loop_arguments(
     spec: DecodeSpec,
 ) -> tuple[Any, ...]:
     """Return a tuple of the compiled token loop's non-static arguments, in order; the second, the pools, is donated."""
-    weights, limits = (
-        (flat.ends, spec.collect_block_leaves(flat)),
-        (jnp.int32(steps), jnp.int32(idle)),
-    )
+    weights = (flat.ends, spec.collect_block_leaves(flat))
+    limits = (jnp.int32(steps), jnp.int32(idle))
     return (
         weights,
         cache.pools,

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import require_shape_and_dtype
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import UnrotatedProjections
 from jaxkv.cache import CacheArrays
 from jaxkv.engine.hadamard import apply_hadamard, centre_and_transform_keys
@@ -30,7 +31,7 @@ class SelectionBounds(NamedTuple):
     budget: Int[Array, " B"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class NewTokens:
     """The N new tokens per sequence of a step, for all layers: positions, valid counts, `SelectionBounds`.
 
@@ -43,7 +44,7 @@ class NewTokens:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TokenProjections:
     """Queries and keys (after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 
@@ -76,7 +77,8 @@ class TokenProjections:
         self, sequences: int
     ) -> tuple[Float[Array, "one M K G D"], Float[Array, "one M two K D"]]:
         """Return float32 `q[1, M, K, G, D]` and `kv[1, M, 2, K, D]` of one token, padded to M = `sequences`."""
-        q, kv = self.q[..., 0, :], jnp.stack([self.k[:, :, 0], self.v[:, :, 0]], axis=1)
+        q = self.q[..., 0, :]
+        kv = jnp.stack([self.k[:, :, 0], self.v[:, :, 0]], axis=1)
         wide = ((0, sequences - q.shape[0]), *((0, 0),) * 3)
         return jnp.pad(q.astype(jnp.float32), wide)[None], jnp.pad(kv.astype(jnp.float32), wide)[
             None
@@ -98,7 +100,8 @@ def sum_token_projections(
 ) -> TokenProjections:
     """Sum split-K partial q, k and v of a token per sequence, rotate q and k; return `TokenProjections`."""
     batch = by.cos.shape[0]
-    query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
+    query = q.sum(axis=0)[:batch]
+    both = kv.sum(axis=0)[:batch]
     k = apply_rope(both[:, 0, :, None], by, dtype)
     return TokenProjections(
         q=apply_rope(query[..., None, :], by, dtype),
@@ -149,8 +152,11 @@ def write_query_buffer(
     query_buffer: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
 ) -> Float[Array, "B K G R D"]:
     """Return a query buffer with the valid new tokens' queries written in, that of position p at index p % R."""
-    batch, rows, tokens = query_buffer.shape[0], query_buffer.shape[3], q.shape[3]
-    offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
+    batch = query_buffer.shape[0]
+    rows = query_buffer.shape[3]
+    tokens = q.shape[3]
+    offset = jnp.arange(tokens, dtype=jnp.int32)
+    count = new.count
     # If there are more queries than places, only the last ones count.
     real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
     slot = jnp.where(real, new.positions % rows, rows)
@@ -204,7 +210,8 @@ def compute_step_angles(
     if not spec.rolling:
         by_rope = {rope: StepAngles(angles_at(positions, rope)) for rope in dict.fromkeys(ropes)}
         return [by_rope[rope] for rope in ropes]
-    tables, heads = cache.tables, cache.tables.start.shape[2]
+    tables = cache.tables
+    heads = cache.tables.start.shape[2]
     sizes = [pool.row_count // heads for pool in cache.pools]
     distinct = dict.fromkeys(zip(sizes, ropes, strict=True))
     of_rows = {

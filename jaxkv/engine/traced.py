@@ -41,7 +41,8 @@ def trace_prefill(
 
     `sharding` is that of arrays without a mesh, None for the default device.
     """
-    of, batch = jax.ShapeDtypeStruct, len(needed.budget)
+    of = jax.ShapeDtypeStruct
+    batch = len(needed.budget)
 
     def run_prefill(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
         """Run prefill on abstract arrays; return cache, logits, and the prompt arrays that live to its end."""

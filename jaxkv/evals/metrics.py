@@ -81,7 +81,8 @@ def _is_within_word(left: str, right: str) -> bool:
 
 def exact_match(prediction: str, answer: str) -> float:
     """Return 1.0 if prediction and answer have the same words in order, without case, punctuation, articles; else 0."""
-    said, right = split_normalised_words(prediction), split_normalised_words(answer)
+    said = split_normalised_words(prediction)
+    right = split_normalised_words(answer)
     # An answer of only articles or signs has no words.
     return (
         float(said == right)
@@ -103,7 +104,8 @@ def score_choice(prediction: str, choices: Sequence[str], right: int) -> float:
     found = found or re.search(rf"\banswer(?: is)?\b{letter}", prediction, re.IGNORECASE)
     if found is not None:
         return float(ord(found[1].upper()) - ord("A") == right)
-    said, texts = _normalise_text(prediction), [_normalise_text(each) for each in choices]
+    said = _normalise_text(prediction)
+    texts = [_normalise_text(each) for each in choices]
     places = [
         (at, -len(each), number)
         for number, each in enumerate(texts)
@@ -127,7 +129,8 @@ def rouge_l(prediction: str, answer: str) -> float:
     with any sentence of the prediction count, once in total, as shares of both texts' distinct words (Lin, ROUGE,
     2004, section 3.2, summary level).
     """
-    said, right = _split_at_full_stops(prediction), _split_at_full_stops(answer)
+    said = _split_at_full_stops(prediction)
+    right = _split_at_full_stops(answer)
     if not said or not right:
         return 0.0
     common = {
@@ -152,15 +155,19 @@ def _find_longest_common_subsequence(right: list[str], said: list[str]) -> list[
     """List the words of two sentences' longest common subsequence, last word first; ties as in the package rouge."""
     table = [[0] * (len(said) + 1)]
     for mine in right:
-        above, row = table[-1], [0]
+        above = table[-1]
+        row = [0]
         for column, theirs in enumerate(said):
             row.append(above[column] + 1 if mine == theirs else max(above[column + 1], row[column]))
         table.append(row)
-    at, to, found = len(right), len(said), []
+    at = len(right)
+    to = len(said)
+    found = []
     while at and to:
         if right[at - 1] == said[to - 1]:
             found.append(right[at - 1])
-            at, to = at - 1, to - 1
+            at = at - 1
+            to = to - 1
         elif table[at - 1][to] > table[at][to - 1]:
             at -= 1
         else:
@@ -240,7 +247,8 @@ def found_number(prediction: str, answer: str) -> float:
 
     The official function fails on a fraction if the right number is whole: the score is 0 here.
     """
-    found, right = re.search(r"\d+\.\d+|\d+", prediction), json.loads(answer)
+    found = re.search(r"\d+\.\d+|\d+", prediction)
+    right = json.loads(answer)
     if found is None:
         return 0.0
     return float(

@@ -1,12 +1,12 @@
 """The task `needle`: a needle in a haystack over lengths and depths, for the papers' heat maps."""
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.ruler.niah import NeedlesRecipe
 from jaxkv.evals.ruler.recipe import PromptFactory, PromptRecipe, RulerPrompt, fit_haystack_size
@@ -27,7 +27,7 @@ _ASKED = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class StoryNeedleRecipe(PromptRecipe):
     """Recipe of prompts that hide one sentence, the needle, in a text; haystack sizes are numbers of words.
 
@@ -54,7 +54,7 @@ class StoryNeedleRecipe(PromptRecipe):
 
 
 @task("needle")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Needle(SyntheticTask):
     """Task: find one sentence in a long text, over lengths and depths, as in the papers' needle heat maps.
 
@@ -92,12 +92,15 @@ class Needle(SyntheticTask):
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make the list of needle samples for a model: `count` per prompt length, in its tokens, and needle depth."""
         lengths = self.resolve_prompt_lengths(params)
-        wording, count, made = self.make_wording(), make_token_counter(params), list[TaskSample]()
+        wording = self.make_wording()
+        count = make_token_counter(params)
+        made = list[TaskSample]()
         for length in lengths:
             size = fit_haystack_size(self._make_recipe(wording, 0.5), length, count)
             for at, depth in enumerate(self.depths):
                 cell = PromptFactory(self._make_recipe(wording, depth), length, count, size)
-                name, tags = f"{length}-{depth:g}", {"length": length, "depth": depth}
+                name = f"{length}-{depth:g}"
+                tags = {"length": length, "depth": depth}
                 made += self.make_samples(cell, name, "needle", [length, at], **tags)
         return made
 
@@ -105,7 +108,8 @@ class Needle(SyntheticTask):
         """Share of the answer's distinct words in a prediction's first line; small wording: 1 if the number occurs."""
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
-        wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]
+        wanted = set(sample.answers[0].lower().split())
+        line = prediction.strip().partition("\n")[0]
         return len(wanted & set(line.lower().split())) / len(wanted)
 
     def _make_recipe(self, wording: RulerWording, depth: float) -> PromptRecipe:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.session import Session
@@ -24,7 +25,7 @@ _POINTS = 128
 
 
 @task("loss")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TextLossTask(EvaluationTask):
     """Task: loss in nats per token of true text after compressed prefixes (D2O, table 6, figure 6, on PG-19).
 
@@ -58,8 +59,10 @@ class TextLossTask(EvaluationTask):
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make one sample per text, longest (as cut) first; ValueError if texts, or the positions, are too short."""
-        texts, most = read_texts(self.data, self.count), params.config.max_positions
-        need, text = self.tokens + min(self.prefix, self.tokens), params.tokenizer
+        texts = read_texts(self.data, self.count)
+        most = params.config.max_positions
+        need = self.tokens + min(self.prefix, self.tokens)
+        text = params.tokenizer
         lengths = {title: len(text.encode(each, bos=True)) for title, each in texts.items()}
         short = {title: length for title, length in lengths.items() if min(length, most) < need}
         remedy = f"with a prefix {need} are needed, but {short}, or the model's {most} positions, have less"
@@ -152,8 +155,10 @@ def teacher_force_tokens(
     told = EncodedPrompts(
         ids=list(map(list, after)), single=False, turns=(ConversationState.RAW,) * len(after)
     )
-    longest, found = int(told.prompt_lengths.max()), []
-    tokens, there = told.pad_ids(longest), np.arange(longest) < told.prompt_lengths[:, None]
+    longest = int(told.prompt_lengths.max())
+    found = []
+    tokens = told.pad_ids(longest)
+    there = np.arange(longest) < told.prompt_lengths[:, None]
     for at in range(longest):
         assert cache.logits is not None
         # On a mesh the batch may be padded.

@@ -21,7 +21,9 @@ def draw_plots(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]
     Names are `scores`, `bytes`, `lengths` and `map`, and `curve_` with the name of each list of numbers in
     `SampleRecord.figures`.
     """
-    records, figures, found = evaluation.records, dict[str, Any](), dict[str, bytes]()
+    records = evaluation.records
+    figures = dict[str, Any]()
+    found = dict[str, bytes]()
     # A "$" in the name of a row must not start a formula.
     with import_matplotlib().rc_context({"text.parse_math": False}):
         figures["scores"] = _plot_scores(evaluation)
@@ -54,9 +56,11 @@ def _plot_scores(evaluation: Evaluation, *, by_bytes: bool = False) -> Any:
     A policy without a budget is a horizontal line. A budget given as a share is plotted at the kept entries.
     """
     budgets = {record.policy: record.budget for record in evaluation.records}
-    factor, lines = _get_score_factor(evaluation), dict[str, list[tuple[Any, PolicySummary]]]()
+    factor = _get_score_factor(evaluation)
+    lines = dict[str, list[tuple[Any, PolicySummary]]]()
     for policy in evaluation.policy_names:
-        cell, x = evaluation.cell(policy), budgets[policy]
+        cell = evaluation.cell(policy)
+        x = budgets[policy]
         if by_bytes:
             x = (cell.nbytes or 0) / 1e6
         elif isinstance(x, float):
@@ -64,7 +68,8 @@ def _plot_scores(evaluation: Evaluation, *, by_bytes: bool = False) -> Any:
         label = policy if x is None else policy.rpartition("@")[0] or policy
         lines.setdefault(label, []).append((x, cell))
     figure = make_figure(9.0, 5.1)
-    axes, ticks = figure.subplots(), set[int | float]()
+    axes = figure.subplots()
+    ticks = set[int | float]()
     for at, (label, points) in enumerate(lines.items()):
         look = {"label": label, **get_line_style(at)}
         if points[0][0] is None:

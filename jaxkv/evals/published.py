@@ -1,6 +1,5 @@
 """The tasks `longbench` and `infinitebench`: rows of JSONL files as prompts, truncated to a model's length."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -9,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.evals import metrics
 from jaxkv.evals.question_tasks import QuestionTask
@@ -32,7 +32,7 @@ def load_benchmark_table(name: str) -> Mapping[str, Mapping[str, Any]]:
     return json.loads(read_packaged_file(f"data/{name}.json"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BenchmarkTask(QuestionTask):
     """Base class of benchmarks read from files; each part has rows, a prompt template and a metric in a packaged table.
 
@@ -131,16 +131,15 @@ class BenchmarkTask(QuestionTask):
         self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]
     ) -> TaskSample:
         """Make the `TaskSample` of row `number` of a benchmark part, the middle of a long prompt cut."""
-        part, fields = (
-            load_benchmark_table(self.benchmark)[name],
-            self.extract_template_fields(name, row),
-        )
+        part = load_benchmark_table(self.benchmark)[name]
+        fields = self.extract_template_fields(name, row)
         # Texts of fields may contain braces.
         before, after = (
             re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], text)
             for text in part["prompt"].split("{context}")
         )
-        new, raw = self.new_tokens or part["new_tokens"], part.get("raw", False)
+        new = self.new_tokens or part["new_tokens"]
+        raw = part.get("raw", False)
         context, question, length = _truncate_prompt(
             params, before + row["context"], after, new_tokens=new, longest=self.longest, raw=raw
         )
@@ -181,13 +180,14 @@ def _truncate_prompt(
     if len(ids) <= longest:
         return before, after, len(ids)
     half = longest // 2
-    head, tail = text.decode(ids[:half]), text.decode(ids[-half:])
+    head = text.decode(ids[:half])
+    tail = text.decode(ids[-half:])
     cut = max(len(tail) - len(after), 0)
     return head + tail[:cut], tail[cut:], 2 * half
 
 
 @task("longbench")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LongBench(BenchmarkTask):
     """Task LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
 
@@ -204,11 +204,13 @@ class LongBench(BenchmarkTask):
     """
 
     benchmark = "longbench"
-    repo, file, member = "THUDM/LongBench", "data.zip", "data/{name}.jsonl"
+    repo = "THUDM/LongBench"
+    file = "data.zip"
+    member = "data/{name}.jsonl"
 
 
 @task("infinitebench")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class InfiniteBench(BenchmarkTask):
     """Task InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
 
@@ -225,7 +227,8 @@ class InfiniteBench(BenchmarkTask):
     """
 
     benchmark = "infinitebench"
-    repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
+    repo = "xinrongzhang2022/InfiniteBench"
+    file = "{name}.jsonl"
 
     def extract_template_fields(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
         """Return a row's texts by placeholder: question, options if any, code_run's function, math_find's prefix."""
@@ -242,7 +245,8 @@ class InfiniteBench(BenchmarkTask):
 
     def extract_answers(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Return a row's answers as texts: numbers as JSON, choices as text and letter; some parts: the first only."""
-        right, part = row["answer"], load_benchmark_table(self.benchmark)[name]
+        right = row["answer"]
+        part = load_benchmark_table(self.benchmark)[name]
         several = right if isinstance(right, list) else [right]
         if part.get("choice") and len(several) != 2:
             several = [several[0], metrics.LETTERS[row["options"].index(several[0])]]

@@ -1,12 +1,12 @@
 """The task `qa`: questions on your own documents, from a file of JSON lines, scored against their right answers."""
 
-import dataclasses
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals import metrics
 from jaxkv.evals.question_tasks import QuestionTask, encode_sample
@@ -24,7 +24,7 @@ _FORM = 'lines such as {"document": "...", "questions": [{"question": "...", "an
 
 
 @task("qa")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DocumentQuestionsTask(QuestionTask):
     """Task: questions on your own documents, each answer scored against the right ones in the file.
 
@@ -65,7 +65,8 @@ class DocumentQuestionsTask(QuestionTask):
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make a sample per question of the first `count` documents (0: all); ValueError if one exceeds positions."""
         before, between, after = re.split(r"\{document\}|\{question\}", self.prompt)
-        made, most = [], params.config.max_positions
+        made = []
+        most = params.config.max_positions
         for name, text, questions in _read_documents(self.data, self.count):
             for number, asked in enumerate(questions):
                 tags = {"document": name, **({"choices": asked.choices} if asked.choices else {})}
@@ -108,7 +109,8 @@ def _read_documents(data: str, count: int) -> list[tuple[str, str, list[_ParsedQ
     found = []
     for number, row in enumerate(read_json_lines(path, (), count)):
         where = f"{data}, row {number + 1}"
-        given, group = row.get("questions", [row]), row.get("group", "questions")
+        given = row.get("questions", [row])
+        group = row.get("group", "questions")
         fits = isinstance(given, list) and bool(given) and all(isinstance(x, dict) for x in given)
         require(fits, "data", where, f'it has no list of "questions": use {_FORM}')
         questions = [_parse_question({"group": group, **each}, where) for each in given]

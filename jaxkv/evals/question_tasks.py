@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import ConversationState
 from jaxkv.evals.task import EvaluationTask, How, SampleOutcome, TaskSample
 from jaxkv.generation import generate, prefill
@@ -18,7 +19,7 @@ from jaxkv.text.prompts import render_added_messages
 from jaxkv.text.tokenizer import ChatTokenizer, make_user_message
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QuestionTask(EvaluationTask):
     """Base class of tasks with text answers: a subclass defines `samples`, and `score` for a predicted text.
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxkv._checks import shorten_text
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 
 RESULTS = "results.jsonl"
@@ -29,7 +30,7 @@ _MOST_LENGTHS = 25
 _OWN = ("shard", "model", "devices")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvaluationSettings:
     """Settings that decide an evaluation's results, from task and model to versions; first line of `results.jsonl`.
 
@@ -72,7 +73,7 @@ class EvaluationSettings:
     format: int = _FORMAT
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SampleRecord:
     """One line of `results.jsonl`: a sample's prediction, score, tokens, and kept entries and bytes under one policy.
 
@@ -211,10 +212,8 @@ def _read_results(
     )
     head, *lines = path.read_bytes().split(b"\n")[:-1] or [b"{}"]
     try:
-        run, records = (
-            EvaluationSettings(**json.loads(head)),
-            [SampleRecord(**json.loads(line)) for line in lines],
-        )
+        run = EvaluationSettings(**json.loads(head))
+        records = [SampleRecord(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{field}={str(folder)!r}: {RESULTS} was changed ({error}): use another folder"
@@ -223,7 +222,7 @@ def _read_results(
     return run, records
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PolicySummary:
     """Mean score, its 95% interval, and mean tokens, entries and bytes of one policy over one group, or all groups.
 
@@ -250,7 +249,7 @@ class PolicySummary:
     nbytes: float | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ScoreDifference:
     """Mean difference of two policies' scores on the same samples, its 95% interval, and numbers of wins.
 
@@ -286,7 +285,8 @@ def compute_confidence_interval(
     """
     from scipy import stats  # imported here, because it takes longer than all of jaxkv's own files
 
-    n, mean = len(scores), float(scores.mean())
+    n = len(scores)
+    mean = float(scores.mean())
     if bounds and (scores == mean).all():
         # None of n samples differs: others may differ by the maximum, in Wilson's upper share of cases.
         most = float(stats.binomtest(0, n).proportion_ci(method="wilson").high)
@@ -323,7 +323,7 @@ def _average_groups(
     return mean, mean - float(low), mean + float(high)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Evaluation:
     """Results of an evaluation: settings and records, with mean scores, policy differences and tables from them.
 
@@ -352,7 +352,8 @@ class Evaluation:
             TypeError: for a folder that is not a path.
         """
         found = [_read_results(folder, "folder") for folder in folders]
-        run, records = found[0][0], dict[tuple[str, str], SampleRecord]()
+        run = found[0][0]
+        records = dict[tuple[str, str], SampleRecord]()
         for folder, (other, lines) in zip(folders, found, strict=True):
             wrong = _describe_differences(run, other, but=_OWN)
             require(
@@ -479,7 +480,8 @@ class Evaluation:
         require(bool(ones), "second", second, f"no sample in common with {first}: use another row")
         apart = np.asarray([record.score - others[record.id] for record in ones])
         mean, low, high = _average_groups(ones, apart, (-1, 1) if self.run.unit == "%" else None)
-        above, below = int((apart > 0).sum()), int((apart < 0).sum())
+        above = int((apart > 0).sum())
+        below = int((apart < 0).sum())
         return ScoreDifference(
             mean=mean, low=low, high=high, above=above, below=below, n=len(apart)
         )

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxkv._checks import settled
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.analysis.retention import sum_masked_attention
 from jaxkv.attention.filters import FilterQuery, score_positions_by_row
@@ -45,7 +46,7 @@ _OPENING = (
 
 
 @task("2stageretr")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TwoStage(QuestionTask):
     """Task 2StageRetr (OmniKV, appendix A): work out a sum, look the result up in an earlier dictionary.
 
@@ -74,7 +75,8 @@ class TwoStage(QuestionTask):
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make `count` samples, the same for every model: a dictionary as context, a sum to work out as question."""
-        rng, made = np.random.default_rng(self.seed), []
+        rng = np.random.default_rng(self.seed)
+        made = []
         asked = "Answer the corresponding color based on the addition result."
         if self.reason:
             asked = "First work out the addition step by step, then look its result up and say the corresponding color."
@@ -102,7 +104,7 @@ class TwoStage(QuestionTask):
 
 
 @task("visible")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class VisibleAttentionTask(EvaluationTask):
     """Task: share of full attention on entries that a policy can see, on 2StageRetr's prompts; answers are not scored.
 
@@ -146,7 +148,8 @@ class VisibleAttentionTask(EvaluationTask):
         for ids, completion in zip(prompts, completions, strict=True):
             answer = completion.tokens.tolist()
             found, rows = measure_visible_attention(params, policy, ids, answer, key=how.seed)
-            score, figures = float(found.mean()), {"visible": found.tolist()}
+            score = float(found.mean())
+            figures = {"visible": found.tolist()}
             out.append(SampleOutcome(score=score, figures=figures, tokens=len(ids), rows=rows))
         return out
 
@@ -176,7 +179,8 @@ def measure_visible_attention(
     Raises:
         ValueError: for a policy that chooses pages, or evicts entries and chooses among the others; for a mesh.
     """
-    config, remedy = params.config, "use a model whose layers all attend to the whole prompt"
+    config = params.config
+    remedy = "use a model whose layers all attend to the whole prompt"
     require(
         not any(config.sliding_windows),
         "model",
@@ -187,15 +191,16 @@ def measure_visible_attention(
         params.axes is None, "mesh", "given", "attention is measured on one device: leave it out"
     )
     policy = resolve_policy_for_model(policy, config, params.filter_layers, dtype=params.dtype)
-    parts, whole, steps = policy.build_policy_parts(), [*prompt, *answer], len(answer)
-    padded_len, reading = (
-        round_up_to_bucket(len(whole)),
-        parts.build_read_config(config.sliding_windows, round_up_to_bucket(len(prompt))),
-    )
+    parts = policy.build_policy_parts()
+    whole = [*prompt, *answer]
+    steps = len(answer)
+    padded_len = round_up_to_bucket(len(whole))
+    reading = parts.build_read_config(config.sliding_windows, round_up_to_bucket(len(prompt)))
     remedy = "not supported: use a policy that evicts entries, or chooses in filter layers, without pages"
     fits = not (reading.page or (reading.filters and parts.compresses_prompts))
     require(fits, "policy", type(policy).__name__, remedy)
-    now, position = len(prompt) + np.arange(steps), np.arange(padded_len)
+    now = len(prompt) + np.arange(steps)
+    position = np.arange(padded_len)
     below = now if reading.include_generated else np.full(steps, len(prompt))
     causal = np.tile((position <= now[:, None])[:, None], (1, config.kv_heads, 1))
     session = Session(params, policy, key=key)
@@ -205,8 +210,11 @@ def measure_visible_attention(
         else None
     )
     tokens = jnp.asarray([whole + [0] * (padded_len - len(whole))], jnp.int32)
-    length, chosen = jnp.asarray([len(whole)], jnp.int32), dict[int, np.ndarray]()
-    shares, rows, needs = [], [], Needs(queries=steps + reading.window - 1)
+    length = jnp.asarray([len(whole)], jnp.int32)
+    chosen = dict[int, np.ndarray]()
+    shares = []
+    rows = []
+    needs = Needs(queries=steps + reading.window - 1)
     for index, out in enumerate(
         iterate_layer_outputs(params.flat_decoder, tokens, length, needs=needs)
     ):
@@ -224,7 +232,8 @@ def measure_visible_attention(
         source = reading.sources[index]
         if source != WHOLE:
             seen = causal & (chosen[source] | (position >= below[:, None]))[:, None]
-        q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
+        q = out.q[..., -steps:, :]
+        positions = out.q_positions[:, -steps:]
         sets = jnp.moveaxis(jnp.asarray(seen), 0, -1)[None]
         every = np.asarray(sum_masked_attention(q, out.k, positions, sets, axes=None))[0]
         shares.append(np.diagonal(every, axis1=2, axis2=3).mean(axis=(0, 1)))
@@ -252,9 +261,11 @@ def _choose_filter_entries(
     """Return the mask `[S]` of entries that a filter layer chooses for one token, with full attention's queries."""
     # The newest query first, because weights depend on age.
     window = slice(step, step + reading.window)
-    q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
+    q = out.q[:, :, :, window][:, :, :, ::-1]
+    at = out.q_positions[:, window][:, ::-1]
     weights = jnp.asarray(reading.selector.compute_query_weights(reading.window))[None]
-    k, end = out.k.reshape(1, -1, out.k.shape[-1]), jnp.asarray([below], jnp.int32)
+    k = out.k.reshape(1, -1, out.k.shape[-1])
+    end = jnp.asarray([below], jnp.int32)
     scores = score_positions_by_row(FilterQuery(q=q, positions=at, weights=weights), k, end, None)
     candidates = SelectionBounds(end, jnp.asarray([budget], jnp.int32))
     found = select_top_positions(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))

@@ -81,11 +81,9 @@ def evaluate(
         TypeError: for an argument of the wrong type.
         OSError: if the folder cannot be written, as on a full disk.
     """
-    params, task, how = (
-        validate_model(params, mesh),
-        resolve_task(task),
-        How() if how is None else how,
-    )
+    params = validate_model(params, mesh)
+    task = resolve_task(task)
+    how = How() if how is None else how
     rows = resolve_policies(params, policies)
     folder = require_evaluation_folder(out)
     require_questions(task, how)
@@ -212,7 +210,9 @@ def _seed_for_sample(job: _EvaluationJob, policy: Policy, sample: TaskSample) ->
 
 def _make_record(job: _EvaluationJob, name: str, at: int, outcome: SampleOutcome) -> SampleRecord:
     """Make an outcome's `SampleRecord`, sample 0's with kept tokens; ValueError for NaN, inf, shares not in [0, 1]."""
-    score, sample, policy = float(outcome.score), job.samples[at], job.policies[name]
+    score = float(outcome.score)
+    sample = job.samples[at]
+    policy = job.policies[name]
     fits = math.isfinite(score)
     if job.run.unit == "%":
         fits = -_ROUNDING <= score <= 1 + _ROUNDING
@@ -295,7 +295,8 @@ def at_budgets(
     Raises:
         ValueError: for an unknown name, with the nearest; for a budget that a policy does not support.
     """
-    budgets, rows = list(budgets), dict[str, Policy]()
+    budgets = list(budgets)
+    rows = dict[str, Policy]()
     for name in names:
         cls = find_policy_class(name)
         known = next(each for each, one in POLICIES.items() if one is cls)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from jaxkv import _checks as checks
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Policy
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TaskSample:
     """One sample of a task: a prompt of `context`, `question` and the answer's first words `prefix`, and right answers.
 
@@ -38,7 +39,7 @@ class TaskSample:
     tags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SampleOutcome:
     """Result of one sample under one policy: score, sampled text, prompt tokens, kept entries and bytes, plot figures.
 
@@ -59,7 +60,7 @@ class SampleOutcome:
     nbytes: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class How:
     """Settings of a run that belong to no task: question-agnostic or not, with or without chat template, and seed.
 
@@ -76,7 +77,7 @@ class How:
     seed: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EvaluationTask(abc.ABC):
     """Base class of evaluation tasks, which make samples and run policies on them; fields are settings and CLI options.
 

@@ -29,10 +29,8 @@ def count_keeping_heads(
         token reads, evicts entries "later" as well, or "merges" them. If it evicts entries, also the kept "share", and
         "ends": texts and counts of the shown tokens, for long prompts those of both ends.
     """
-    cache, parts = (
-        prefill(params, [ids], policy=policy, key=seed, progress=False),
-        policy.build_policy_parts(),
-    )
+    cache = prefill(params, [ids], policy=policy, key=seed, progress=False)
+    parts = policy.build_policy_parts()
     heads = len(cache.compressed_layers) * cache.config.kv_heads
     said: dict[str, Any] = {
         "heads": heads,

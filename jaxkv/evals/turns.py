@@ -1,12 +1,12 @@
 """The task `turns`: conversations on one cache, with facts in the first turns and questions on them in the last."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.task import EvaluationTask, How, SampleOutcome, TaskSample, task
 from jaxkv.evals.texts import read_packaged_file, read_texts
@@ -26,7 +26,7 @@ def load_facts() -> list[list[str]]:
 
 
 @task("turns")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ConversationTask(EvaluationTask):
     """Task: conversations on one cache (D2O, appendix, MT-bench's setting): the user states facts, then asks for them.
 
@@ -70,7 +70,8 @@ class ConversationTask(EvaluationTask):
 
     def _make_conversation(self, number: int, passages: Sequence[Sequence[str]]) -> TaskSample:
         """Make a conversation's sample, from the seed and its number; turns with an empty answer are not scored."""
-        rng, told = np.random.default_rng([self.seed, number]), max(1, self.turns * 3 // 10)
+        rng = np.random.default_rng([self.seed, number])
+        told = max(1, self.turns * 3 // 10)
         chosen = [load_facts()[at] for at in rng.permutation(len(load_facts()))[:told]]
         values = [str(rng.choice(several.split())) for *_, several in chosen]
         said = [text.format(value) for (text, *_), value in zip(chosen, values, strict=True)]
@@ -93,7 +94,9 @@ class ConversationTask(EvaluationTask):
         self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
     ) -> list[SampleOutcome]:
         """Run a batch of conversations; return a `SampleOutcome` each: mean score, answers, entries after each turn."""
-        spoken, kept, cache = list[Sequence[str]](), list[np.ndarray](), None
+        spoken = list[Sequence[str]]()
+        kept = list[np.ndarray]()
+        cache = None
         for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
             if how.raw or not params.tokenizer.has_template:
                 # Without a template, empty lines separate question and answer.
@@ -112,7 +115,8 @@ class ConversationTask(EvaluationTask):
             kept.append(cache.kept)
             spoken.append([each.text or "" for each in out])
         assert cache is not None
-        tokens, outcomes = copy_to_host(cache.seen), []
+        tokens = copy_to_host(cache.seen)
+        outcomes = []
         for row, (sample, said) in enumerate(zip(samples, zip(*spoken, strict=True), strict=True)):
             pairs = zip(said, sample.answers, strict=True)
             scores = [float(right.lower() in text.lower()) for text, right in pairs if right]

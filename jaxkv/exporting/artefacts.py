@@ -65,7 +65,8 @@ def serialise_program(
     ]
     for at, each in enumerate(inputs):
         each["donated"] = at < donated
-    out, hint = outs[0], resolve_annotations(fn)["return"]
+    out = outs[0]
+    hint = resolve_annotations(fn)["return"]
     results = jax.tree_util.tree_flatten_with_path(out)[0]
     data = bytes(exported.serialize())
     entry = {

@@ -104,7 +104,8 @@ def create_bucket_spec(
     implementation: Implementation,
 ) -> BucketSpec:
     """Return the `BucketSpec` of the exported programs of one bucket of prompt lengths, for one platform."""
-    parts, padded_len = policy.composed, known.numbers.budget.shape[0] - 1
+    parts = policy.composed
+    padded_len = known.numbers.budget.shape[0] - 1
     dtype = choose_cache_dtype(flat.ends[0].dtype, platform)
     # The longest allowed prompt of each bucket up to `padded_len`: shapes depend only on buckets.
     buckets = np.asarray([round_up_to_bucket(int(n)) for n in known.allowed])
@@ -157,7 +158,8 @@ def _compute_headroom(
     layers = len(sliding_windows)
     if not parts.decoding_compression.compresses:
         return np.full(layers, limits.max_added_tokens)
-    numbers, lengths = known.numbers, known.allowed
+    numbers = known.numbers
+    lengths = known.allowed
     assert isinstance(numbers.most, np.ndarray)
     # Segments of prompts below the budget may grow to it; segments of other prompts keep their size.
     most = np.where(numbers.most[lengths] > lengths, numbers.most[lengths], 0)
@@ -176,7 +178,8 @@ def _compute_headroom(
 
 def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_len: int) -> None:
     """Raise ValueError for a policy with offload, chunked or second prefill, a gate, or `every` with NumPy budgets."""
-    parts, name = policy.composed, type(policy).__name__
+    parts = policy.composed
+    name = type(policy).__name__
     remedy = (
         f"{name} loads entries from host memory while sampling, which an exported program cannot: "
     )
@@ -208,7 +211,8 @@ def require_enough_positions(
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return
-    numbers, every = known.numbers, parts.recompression_interval
+    numbers = known.numbers
+    every = parts.recompression_interval
     assert isinstance(numbers.rows, np.ndarray) and isinstance(numbers.most, np.ndarray)
     held = int(numbers.rows[:, of].max()) + limits.max_added_tokens
     held = (

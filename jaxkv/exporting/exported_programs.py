@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation
 from jaxkv.cache import CacheArrays, EntryPool, KVCache, SegmentTables
 from jaxkv.engine import token_loop
@@ -34,7 +35,7 @@ Pools = tuple[EntryPool, ...]
 Blocks = tuple[Leaves, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BucketSpec:
     """Static config of one bucket's exported programs: decoder, policy, prefill plan, decode config, loop length.
 

@@ -87,7 +87,8 @@ def tensors(folder, files, check=True):
 
 
 def program(folder, said, mesh):
-    path, sides = found(folder / "programs" / said["file"], said), []
+    path = found(folder / "programs" / said["file"], said)
+    sides = []
     try:
         read = jax.export.deserialize(bytearray(path.read_bytes()))
     except Exception as error:
@@ -135,12 +136,10 @@ class Model:
                 f"{path}: {error}: use a complete folder written by `jaxkv export`"
             ) from error
         self.of = hashlib.sha256(raw).hexdigest(), str(folder)
-        made, here, mesh, many = (
-            said["guaranteed"],
-            jax.export.default_export_platform(),
-            said["mesh"],
-            said["devices"],
-        )
+        made = said["guaranteed"]
+        here = jax.export.default_export_platform()
+        mesh = said["mesh"]
+        many = said["devices"]
         fits = jax.__version_info__[:2] >= tuple(made["from"])
         need(
             fits,
@@ -163,10 +162,8 @@ class Model:
         self.lengths = {
             int(slots): dict(tensors(folder, files)) for slots, files in said["lengths"].items()
         }
-        given, names = (
-            dict(weights or tensors(folder, said["weights"], check)),
-            set(said["parameters"]),
-        )
+        given = dict(weights or tensors(folder, said["weights"], check))
+        names = set(said["parameters"])
         need(
             names <= set(given),
             f"weights: {sorted(names - set(given))[:2]} are missing: pass arrays by name",
@@ -182,7 +179,8 @@ class Model:
         )
 
     def run(self, kind, at, arrays):
-        (run, inputs, outputs, there, _), every = self.programs[kind, *at], self.weights | arrays
+        run, inputs, outputs, there, _ = self.programs[kind, *at]
+        every = self.weights | arrays
         return arrays | dict(
             zip(outputs, run(*map(jax.device_put, (every[n] for n in inputs), there)), strict=True)
         )
@@ -190,10 +188,8 @@ class Model:
     def again(
         self, arrays, at
     ):  # recompresses if due; returns arrays, and tokens until the next recompression
-        every, over = (
-            self.said["every"],
-            lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max()),
-        )
+        every = self.said["every"]
+        over = lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max())
         due = ("again", *at) in self.programs and over(arrays) >= (every or 1)
         arrays = self.run("again", at, arrays) if due else arrays
         return arrays, every - over(arrays) if every else 1 << 30
@@ -251,7 +247,9 @@ class Model:
         )  # reserved for names of special tokens
         for content, spelling in self.said["text"]["spellings"].items():
             row = row.replace(content, spelling)
-        bos, start, whole = self.said["text"]["bos"], turn == "start", row
+        bos = self.said["text"]["bos"]
+        start = turn == "start"
+        whole = row
         turn = turn if self.said["text"]["turns"] else "raw"
         if turn != "raw":
             opening, closing, between, at_start, at_end = self.said["text"]["turns"]
@@ -277,7 +275,8 @@ class Model:
     def encode(
         self, items, turns, close
     ):  # ids of each prompt and the turn after it, as in `jaxkv.generate`
-        held, vocab = len(turns), self.said["vocab"]
+        held = len(turns)
+        vocab = self.said["vocab"]
         need(
             held in (1, len(items)),
             f"prompt={len(items)} prompts: the cache has {held} sequences: use as many prompts, or a cache of 1",
@@ -294,7 +293,9 @@ class Model:
     def fits(
         self, lengths, new, cache
     ):  # padded length and batch of the programs; rejects as `jaxkv.generate` does
-        said, count, longest = self.said, len(lengths), int(lengths.max())
+        said = self.said
+        count = len(lengths)
+        longest = int(lengths.max())
         of = (
             min((said["question"], "question"), (cache.headroom, "new"))
             if cache
@@ -320,7 +321,8 @@ class Model:
             if said["rolling"]
             else (np.asarray(cache.arrays["cache.seen"])[:count] if cache else 0, new)
         )
-        total, limit = int((lengths + seen).max()) + new, said["positions"]
+        total = int((lengths + seen).max()) + new
+        limit = said["positions"]
         told = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
         need(total <= limit, f"prompt='{total} tokens, {new} new ones included': {told}")
         slots = cache.at[0] if cache else min(each for each in self.lengths if each >= longest)
@@ -335,7 +337,9 @@ class Model:
     def asked(
         self, new, seed=0, /, stop_at_eos=True, sampling="Greedy", **given
     ):  # validated arguments of a program
-        said, out, stop = self.said["samplings"], {}, plain(stop_at_eos)
+        said = self.said["samplings"]
+        out = {}
+        stop = plain(stop_at_eos)
         need(isinstance(stop, bool), f"stop_at_eos={stop_at_eos!r}: not a bool: use True or False")
         need(
             isinstance(sampling, str) and sampling in said,
@@ -347,18 +351,17 @@ class Model:
             f"{odd}: not an argument of sampling={sampling!r}: use some of {[*said[sampling]]}",
         )
         for name, value in ({"max_new_tokens": new, "seed": seed} | said[sampling] | given).items():
-            (kind, low, high, remedy), out[name] = BOUNDS[name], plain(value)
+            kind, low, high, remedy = BOUNDS[name]
+            out[name] = plain(value)
             fits = (
                 isinstance(out[name], kind)
                 and not isinstance(out[name], bool)
                 and low <= out[name] <= high
             )
             need(fits, f"{name}={value!r}: invalid: use {remedy}")
-        new, seed, eos = (
-            out.pop("max_new_tokens"),
-            out.pop("seed"),
-            np.where(stop, self.said["eos"], -2),
-        )
+        new = out.pop("max_new_tokens")
+        seed = out.pop("seed")
+        eos = np.where(stop, self.said["eos"], -2)
         as_32 = {
             name: np.full(1, min(each, 1e300), {"top_k": np.int32}.get(name, np.float32))
             for name, each in out.items()
@@ -373,13 +376,14 @@ class Model:
         _, seed, _, _ = self.asked(1, seed)
         cache is None or self.known(cache)
         ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)
-        count, lengths = len(ids), np.asarray([*map(len, ids)], np.int32)
-        (at, headroom), longest = self.fits(lengths, new, cache), int(lengths.max())
-        kind, rows = "question" if cache else "prompt", [*ids, *ids[-1:] * (at[1] - count)]
-        wide, lengths = (
-            self.programs[kind, *at][1]["tokens"][2],
-            np.asarray([*map(len, rows)], np.int32),
-        )
+        count = len(ids)
+        lengths = np.asarray([*map(len, ids)], np.int32)
+        at, headroom = self.fits(lengths, new, cache)
+        longest = int(lengths.max())
+        kind = "question" if cache else "prompt"
+        rows = [*ids, *ids[-1:] * (at[1] - count)]
+        wide = self.programs[kind, *at][1]["tokens"][2]
+        lengths = np.asarray([*map(len, rows)], np.int32)
         tokens = np.asarray(
             [[*row, *[0] * (-(-longest // wide) * wide - len(row))] for row in rows], np.int32
         )
@@ -409,10 +413,8 @@ class Model:
         new, seed, kind, given = self.asked(max_new_tokens, seed, **options)
         at, _ = self.fits(np.zeros(cache.count, np.int32), new, cache)
         sampled = np.zeros((cache.count, 0), np.int32)
-        size, given["done"] = (
-            self.programs[kind, *at][2]["sampled"][2],
-            np.arange(at[1]) >= cache.count,
-        )
+        size = self.programs[kind, *at][2]["sampled"][2]
+        given["done"] = np.arange(at[1]) >= cache.count
         out = self.own(cache.arrays, at, seed) | given
         while sampled.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
@@ -426,10 +428,8 @@ class Model:
                 f"{kind}: sampled an id outside of [0, {vocab})",
             )
             tell and tell(sampled)
-        arrays, headroom = (
-            self.again(out, at)[0],
-            cache.headroom - sampled.shape[1] * self.said["grows"],
-        )
+        arrays = self.again(out, at)[0]
+        headroom = cache.headroom - sampled.shape[1] * self.said["grows"]
         return sampled, cache._replace(arrays=arrays, headroom=headroom)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **options):
@@ -449,11 +449,13 @@ if __name__ == "__main__":
     len(sys.argv) == 2 and sys.argv[1] not in ("-h", "--help") or sys.exit(
         f"usage: {sys.argv[0]} 'PROMPT'"
     )
-    model, shown = Model(pathlib.Path(__file__).parent), ""
+    model = Model(pathlib.Path(__file__).parent)
+    shown = ""
 
     def tell(sampled):
         global shown
-        before, shown = shown, model.text.decode(sampled[0][sampled[0] >= 0]).rstrip("\ufffd")
+        before = shown
+        shown = model.text.decode(sampled[0][sampled[0] >= 0]).rstrip("\ufffd")
         print(shown[len(before) :], end="", flush=True)
 
     model.generate(sys.argv[1:2], tell=tell)

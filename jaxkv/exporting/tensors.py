@@ -30,11 +30,13 @@ def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[st
 
 def _group_arrays_by_file(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the list of array names of each file, which holds at most 1 GiB or a single array."""
-    names, size = list[str](), 0
+    names = list[str]()
+    size = 0
     for name, array in arrays.items():
         if names and size + array.nbytes > _MOST_BYTES:
             yield names
-            names, size = [], 0
+            names = []
+            size = 0
         names.append(name)
         size += array.nbytes
     yield names

@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxkv._checks import settled, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.arguments import validate_model, validate_sampler
 from jaxkv.attention import (
@@ -63,11 +64,13 @@ from jaxkv.models.decoder import EmbeddingAndHead
 from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
 
-FORMAT, VERSION = "jaxkv export", 5
+FORMAT = "jaxkv export"
+VERSION = 5
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # Days for which JAX guarantees that later and earlier versions read an export:
 # https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
-_BACKWARD, _FORWARD = 180, 21
+_BACKWARD = 180
+_FORWARD = 21
 _CUSTOM_CALLS = (
     "attention by Pallas kernels is a custom call: neither StableHLO nor JAX guarantees that another version accepts "
     "it: run it with the same jax and jaxlib"
@@ -128,10 +131,8 @@ def export(
         policy, params.config, params.filter_layers, dtype=params.dtype
     )
     longest = _parse_counts("lengths", lengths)
-    batches, new = (
-        _parse_counts("batch", batch),
-        validate_int("new", new, "sample at least 1 token"),
-    )
+    batches = _parse_counts("batch", batch)
+    new = validate_int("new", new, "sample at least 1 token")
     question = validate_int("question", question, "use a number of tokens, or 0 for none", least=0)
     groups = 1 if params.axes is None else params.axes.count_axis_shards("B")
     odd = [size for size in batches if size % groups]
@@ -212,7 +213,7 @@ def _collect_samplers(given: Any) -> dict[str, Sampler]:
     return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _ExportJob:
     """Validated arguments of `export`: model, policy, padded lengths, batches, limits, platforms, samplers, backend."""
 
@@ -250,8 +251,10 @@ def _list_parameter_names(module: Any, prefix: str) -> tuple[str, ...]:
 
 def _write_programs(part: Path, job: _ExportJob) -> _Made:
     """Write the programs of every bucket, platform and batch into `part`; return manifest entries and budget tables."""
-    entries, tables = list[dict[str, Any]](), dict[int, BudgetTable]()
-    parts, config = job.policy.composed, job.params.config
+    entries = list[dict[str, Any]]()
+    tables = dict[int, BudgetTable]()
+    parts = job.policy.composed
+    config = job.params.config
     (part / "programs").mkdir()
     for padded_len in job.padded_len:
         known = tables[padded_len] = tabulate_budgets(parts, config.sliding_windows, padded_len)
@@ -268,7 +271,8 @@ def _serialise_bucket(
     job: _ExportJob, known: BudgetTable, padded_len: int, platform: str, batch: int
 ) -> Iterator[tuple[str, SerialisedProgram]]:
     """Yield pairs (kind, `SerialisedProgram`) for all programs of one bucket, platform and batch size."""
-    flat, limits = job.params.flat_decoder, job.limits
+    flat = job.params.flat_decoder
+    limits = job.limits
     spec = create_bucket_spec(
         flat, job.policy, known, limits, platform=platform, implementation=job.implementation
     )
@@ -281,11 +285,9 @@ def _serialise_bucket(
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weights = make_abstract((flat.ends, flat.blocks))
-    key, done, count = (
-        make_shape_struct(jnp.uint32, 2),
-        make_shape_struct(jnp.bool_, batch),
-        make_shape_struct(jnp.int32, batch),
-    )
+    key = make_shape_struct(jnp.uint32, 2)
+    done = make_shape_struct(jnp.bool_, batch)
+    count = make_shape_struct(jnp.int32, batch)
     numbers = make_abstract(
         jax.tree.map(lambda each: each[..., np.zeros(batch, np.int32)], known.numbers)
     )
@@ -326,7 +328,8 @@ def _write_remaining_files(part: Path, job: _ExportJob, made: _Made, weights: bo
     entries, tables = made
     manifest = _build_manifest(part, job, entries)
     if weights:
-        names, flat = job.parameter_names, job.params.flat_decoder
+        names = job.parameter_names
+        flat = job.params.flat_decoder
         leaves = dict(zip(names.ends, flat.ends, strict=True))
         for of_block, block in zip(names.blocks, flat.blocks, strict=True):
             leaves |= dict(zip(of_block, block, strict=True))
@@ -343,13 +346,14 @@ def _write_remaining_files(part: Path, job: _ExportJob, made: _Made, weights: bo
 
 def _build_manifest(part: Path, job: _ExportJob, entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest as a dict of JSON values; the caller adds weights, budget tables and tokenizer later."""
-    params, names, parts = job.params, job.parameter_names, job.policy.composed
-    config, axes = params.config, params.axes
+    params = job.params
+    names = job.parameter_names
+    parts = job.policy.composed
+    config = params.config
+    axes = params.axes
     data = (part / "programs" / entries[0]["file"]).read_bytes()
-    today, unstable = (
-        datetime.date.today(),
-        bool(get_attention_backend(job.implementation).can.custom_calls),
-    )
+    today = datetime.date.today()
+    unstable = bool(get_attention_backend(job.implementation).can.custom_calls)
     stable = re.search(rb"StableHLO_v([\d.]+)", data)
     try:
         policy = encode_as_json(job.policy, None, "policy")
@@ -415,7 +419,8 @@ def _write_tokenizer(part: Path, params: LanguageModel) -> dict[str, Any] | None
     """Write `tokenizer.json` into `part`; return its manifest entry with the chat turns; None without a tokenizer."""
     if params.text is None:
         return None
-    text, turns = params.text, None
+    text = params.text
+    turns = None
     if text.has_template:
         try:
             turns = text.export_turn_texts()

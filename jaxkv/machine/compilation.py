@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.checkpoints import cache_dir
 
@@ -138,7 +139,7 @@ class StageClock:
         self.programs += programs
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class StageClocks:
     """Two clocks of a call's stages, prefill and decode, with sums of compile seconds and programs over both.
 

@@ -38,11 +38,13 @@ def warn_of_few_threads(mesh: Mesh) -> None:
     The RuntimeWarning names NPROC, its value and the line that sets it. Other meshes, and those of a single device, do
     not warn.
     """
-    first, count = mesh.devices.flat[0], len(mesh.local_devices)
+    first = mesh.devices.flat[0]
+    count = len(mesh.local_devices)
     if first.platform != "cpu" or count < 2:
         return
     clients = len(first.client.local_devices())
-    threads, wanted = count_client_threads(clients), compute_needed_threads(clients)
+    threads = count_client_threads(clients)
+    wanted = compute_needed_threads(clients)
     if threads >= _PER_DEVICE * count:
         return
     given = (each for each in _VARIABLES if _parse_integer(os.environ.get(each)) is not None)

@@ -25,7 +25,8 @@ from jaxkv.machine.cpu_threads import warn_of_few_threads
 from jaxkv.sharding.mesh import copy_to_host
 
 # Bytes of one message to the other processes, and characters of an error in it.
-_BYTES, _CHARACTERS = 2048, 300
+_BYTES = 2048
+_CHARACTERS = 300
 _SHOWN = 60
 # Larger arrays are compared only by shape and dtype.
 _COMPARED = 2**24

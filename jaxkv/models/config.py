@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxkv._checks import validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.text_part import extract_text_config
@@ -23,7 +24,7 @@ from jaxkv.models.values import (
 SlidingWindows = tuple[int | None, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ModelConfig:
     """Static config of a decoder-only transformer: sizes, and switches for what differs between model families.
 

@@ -50,7 +50,9 @@ class AttentionParameters(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
-        heads, group, dim = config.kv_heads, config.group_size, config.head_dim
+        heads = config.kv_heads
+        group = config.group_size
+        dim = config.head_dim
         add_linear_weight(self, "q", heads, group, dim, config.embed, dtype=weights)
         add_linear_weight(self, "kv", 2, heads, dim, config.embed, dtype=weights)
         add_linear_weight(self, "out", config.embed, config.heads * dim, dtype=weights)
@@ -82,7 +84,8 @@ class DecoderBlock(nnx.Module):
         self.config = config
         self.axes: ShardingMesh | None = None
         self.spec = LayerSpec()
-        before, after = config.norms != "after", config.norms != "before"
+        before = config.norms != "after"
+        after = config.norms != "before"
         self.attention_norm: Any = _make_norm(config, dtype) if before else None
         self.attention = AttentionParameters(config, dtype=dtype, weights=weights)
         self.attention_out_norm: Any = _make_norm(config, dtype) if after else None
@@ -112,7 +115,8 @@ class DecoderBlock(nnx.Module):
 
     def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
         """Return queries `[B, K, G, N, D]` before RoPE, with query norm and scale, if any; float32 without norm."""
-        norm, gain = self.attention.q_norm, self.attention.q_gain
+        norm = self.attention.q_norm
+        gain = self.attention.q_gain
         # Queries without a norm are float32 until RoPE, which computes in float32, so that they are rounded only once.
         q = apply_linear(self.attention, "q", normed, wide=norm is None and gain is None)
         if gain is not None:
@@ -142,7 +146,8 @@ class DecoderBlock(nnx.Module):
         self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
     ) -> Array:
         """RMS-normalise each token's queries or keys over all heads, of all devices along `letter`, times `gain`."""
-        wide, axes = x.astype(jnp.float32), tuple(range(2, x.ndim))
+        wide = x.astype(jnp.float32)
+        axes = tuple(range(2, x.ndim))
         count = gain.size * (1 if self.axes is None else self.axes.count_axis_shards(letter))
         square = (
             sum_over_devices((wide * wide).sum(axis=axes, keepdims=True), self.axes, letter) / count
@@ -155,9 +160,11 @@ class DecoderBlock(nnx.Module):
         self, normed: Hidden
     ) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Return unrotated keys and values, each `[B, K, N, D]`; keys are float32 unless the model normalises them."""
-        norm, gain = self.attention.k_norm, self.attention.k_gain
+        norm = self.attention.k_norm
+        gain = self.attention.k_gain
         kv = apply_linear(self.attention, "kv", normed, wide=norm is None and gain is None)
-        k, v = kv[:, :, 0], jnp.moveaxis(kv[:, :, 1], 1, 2)
+        k = kv[:, :, 0]
+        v = jnp.moveaxis(kv[:, :, 1], 1, 2)
         k = jnp.moveaxis(k if gain is None else self._normalise_with_gain(k, gain[...], "K"), 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
@@ -240,7 +247,8 @@ class Decoder(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, dtype: Any = jnp.float32, weights: str | None = None
     ):
-        self.config, self.weights = config, weights
+        self.config = config
+        self.weights = weights
         dtype = jnp.dtype(dtype)
         narrow = dtype if weights is None else jnp.dtype(weights)
         self.embedding = make_empty_parameter(config.vocab, config.embed, dtype=dtype)
@@ -271,7 +279,9 @@ class EmbeddingAndHead(nnx.Module):
     """Parts of the decoder outside its blocks: token embedding, final norm and output matrix."""
 
     def __init__(self, decoder: Decoder):
-        self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
+        self.embedding = decoder.embedding
+        self.norm = decoder.norm
+        self.head = decoder.head
         for each in ("head_scale", "head_scales", "head_leasts"):
             setattr(self, each, getattr(decoder, each, None))
         self.axes: ShardingMesh | None = None
@@ -319,7 +329,8 @@ class EmbeddingAndHead(nnx.Module):
             if self.head is None
             else apply_linear(self, "head", normed)
         )
-        logits, scale = logits.astype(jnp.float32), self.config.logit_scale
+        logits = logits.astype(jnp.float32)
+        scale = self.config.logit_scale
         return apply_softcap(logits if scale == 1 else logits * scale, self.config.logit_softcap)
 
 
@@ -363,7 +374,8 @@ class SplitDecoder:
         self.on_mesh: dict[ShardingMesh, Any] = {}
         self.gates: dict[Any, dict[int, Any]] = {}
         self.compiled_loops: set[Any] = set()
-        self._decoder, self._parts = decoder, tuple(walk_module_parts(decoder))
+        self._decoder = decoder
+        self._parts = tuple(walk_module_parts(decoder))
         self._source = tuple(
             (part, part.get_raw_value()) for *_, part in self._parts if isinstance(part, nnx.Param)
         )

@@ -22,7 +22,8 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
     config = complete_config(raw)
     kind = config["model_type"]
     family = FAMILIES[kind]
-    names, keys = family.names, family.required_keys
+    names = family.names
+    keys = family.required_keys
 
     def read_config_key(check: Callable[[str, Any], Any], key: str) -> Any:
         """Return the value of a config key, given by Llama's name of it, as returned by `check`."""
@@ -145,7 +146,8 @@ def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, A
             sliding if kind == "cohere2" else _find_rotated_layers(config["no_rope_layers"], layers)
         )
         ropes = [rope if each else NoRope() for rope, each in zip(ropes, rotated, strict=True)]
-    scale, softcap = None, _read_softcap(config, "attn_logit_softcapping")
+    scale = None
+    softcap = _read_softcap(config, "attn_logit_softcapping")
     if "attention_multiplier" in config:
         scale = check_positive("attention_multiplier", config["attention_multiplier"])
     if "query_pre_attn_scalar" in config:
@@ -174,10 +176,12 @@ def _read_sliding_windows(
 
     A sliding window of at least the model's positions counts as none. ValueError for unknown types.
     """
-    kind, keys = config["model_type"], FAMILIES[config["model_type"]].required_keys
+    kind = config["model_type"]
+    keys = FAMILIES[config["model_type"]].required_keys
     windowed = kind.startswith("qwen") or "sliding_window" in keys
     typed = "layer_types" in keys or kind in ("qwen2", "qwen3")
-    types, width = config.get("layer_types"), config.get("sliding_window")
+    types = config.get("layer_types")
+    width = config.get("sliding_window")
     sound = types is None or (
         isinstance(types, (list, tuple))
         and len(types) == layers

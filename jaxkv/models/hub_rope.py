@@ -41,8 +41,10 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     Raises:
         ValueError: for types and keys that are not supported; the message names them.
     """
-    keys, family = dict(given), config["model_type"]
-    theta, share = keys.pop("rope_theta"), keys.pop("partial_rotary_factor", 1.0)
+    keys = dict(given)
+    family = config["model_type"]
+    theta = keys.pop("rope_theta")
+    share = keys.pop("partial_rotary_factor", 1.0)
     remedy = (
         "give a share of the channels above 0; only GLM-4 and Phi-3 rotate a part of the channels"
     )

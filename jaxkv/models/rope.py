@@ -1,6 +1,5 @@
 """Rotary position embeddings (RoPE): frequencies of each kind, and the rotation."""
 
-import dataclasses
 import math
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.models.values import (
     LinearRope,
     Llama3Rope,
@@ -29,7 +29,8 @@ def compute_rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.
         RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3; LongRoPE, arXiv:2402.13753.
     """
     dim = count_rotated_channels(rope, head_dim)
-    plain, factor = rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim), 1.0
+    plain = rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    factor = 1.0
     match rope:
         case NoRope():
             plain = np.zeros_like(plain)
@@ -64,10 +65,13 @@ def _scale_yarn_frequencies(
         wavelength = rope.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    low = channel(rope.beta_fast)
+    high = channel(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     ramp = (np.arange(head_dim // 2) - low) / max(high - low, 1e-3)
     interpolated = np.clip(ramp, 0.0, 1.0)
     factor = rope.attention_factor
@@ -85,7 +89,7 @@ def _scale_longrope_frequencies(plain: np.ndarray, rope: LongRope) -> tuple[np.n
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RopeTables:
     """RoPE tables of positions: cosine and sine of every channel pair, times the attention factor.
 
@@ -125,7 +129,8 @@ def apply_rope(
 ) -> Float[Array, "B *heads N D"]:
     """Rotate channel pairs (i, i + D/2) of queries or keys by RoPE in float32; return x's dtype, or `dtype`."""
     heads = tuple(range(1, x.ndim - 2))
-    cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)
+    cos = jnp.expand_dims(by.cos, heads)
+    sin = jnp.expand_dims(by.sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return lax.convert_element_type(turned, x.dtype if dtype is None else dtype)

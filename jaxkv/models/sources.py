@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.checkpoints.hub_config import FAMILIES, TENSORS
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
@@ -17,7 +18,7 @@ _MIXTURES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TensorSource:
     """Location of a parameter, or a slice of it, in a checkpoint tensor: name, map of axes and channels; no data.
 
@@ -52,7 +53,8 @@ class TensorSource:
         `part` has one range for each of the parameter's axes after those in `at`.
         """
         sizes = [size for axis in self.axes for size in axis]
-        rest, there = iter(part), []
+        rest = iter(part)
+        there = []
         for axis, size in enumerate(sizes):
             pick = self.pick[axis] if axis < len(self.pick) else range(size)
             if isinstance(pick, int):
@@ -96,7 +98,8 @@ def map_parameter_sources(
         shape = parameter.get_value().shape
         if f"{path}_scales" in parameters:
             shape = (*shape[:-1], 2 * shape[-1])  # A byte holds two codes.
-        inner, prefix = path, ""
+        inner = path
+        prefix = ""
         if path.startswith("blocks."):
             _, index, inner = path.split(".", 2)
             prefix = f"{FAMILIES[family].layers}.{index}."
@@ -139,7 +142,8 @@ def _yield_parameter_sources(
             # Two parallel norms of the same hidden states have different names from one norm or two sequential ones.
             tensors = ["ln_mlp" if base.startswith("mlp") else "ln_attn"]
         for index, each in enumerate(tensors):
-            name, stacked = f"{prefix}{each}.{kind}", len(tensors) > 1
+            name = f"{prefix}{each}.{kind}"
+            stacked = len(tensors) > 1
             source = (
                 _make_tensor_source(name, shape[1:], (index,))
                 if stacked
@@ -150,7 +154,8 @@ def _yield_parameter_sources(
 
 def _add_channel_order(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
     """Return a Q or K source with the channel order, an all-heads gain with axes flattened; others unchanged."""
-    order, along = config.channel_permutation or (), -1 if len(source.axes) == 1 else -2
+    order = config.channel_permutation or ()
+    along = -1 if len(source.axes) == 1 else -2
     if base in ("attention.q_gain", "attention.k_gain"):
         if not config.qk_layer_norm:
             return dataclasses.replace(source, axes=(source.axes[0] + source.axes[1],))
@@ -189,7 +194,8 @@ def _yield_phi3_sources(
     base: str, name: str, shape: Shape, config: ModelConfig
 ) -> Iterator[TensorSource]:
     """Yield the `TensorSource` of a Phi-3's queries, or of its keys and values, in one tensor one after the other."""
-    queries, keys = config.heads, config.kv_heads
+    queries = config.heads
+    keys = config.kv_heads
     rows = (queries + 2 * keys) * config.head_dim
     parts: list[tuple[Shape, Shape, int]] = [(shape, (), 0)]
     if base == "attention.kv":
@@ -212,7 +218,9 @@ def _yield_mixture_sources(
     if base == "mlp.router":
         yield _make_tensor_source(f"{prefix}{called}.gate.weight", shape)
         return
-    experts, each, upwards = shape[0], f"{prefix}{called}.experts", base == "mlp.experts_gate_up"
+    experts = shape[0]
+    each = f"{prefix}{called}.experts"
+    upwards = base == "mlp.experts_gate_up"
     if fused:
         axes = ((experts,), shape[1:-1], shape[-1:])
         yield TensorSource(name=f"{each}.{'gate_up' if upwards else 'down'}_proj", axes=axes)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 # Elements of a row that share a scale and a minimum, in 4 bits; and the bytes of their codes.
-GROUP, GROUP_BYTES = 32, 16
+GROUP = 32
+GROUP_BYTES = 16
 
 
 class StoredWeight(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv._checks import validate_bool, validate_float, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 
 # Formats of linear weights other than the model's dtype.
@@ -50,7 +51,7 @@ def check_number_fields(value: Any) -> None:
             object.__setattr__(value, field.name, READERS[field.type](field.name, given))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Rope:
     """Static config of a rotary position embedding (RoPE): base and share of channels; base class of scaled variants.
 
@@ -74,19 +75,19 @@ class Rope:
         require(factor >= 1, "factor", factor, "give a scaling factor of at least 1")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class NoRope(Rope):
     """Static config of a layer without positions: queries and keys are not rotated (NoPE, arXiv:2305.19466)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LinearRope(Rope):
     """Static config of RoPE with position interpolation: positions divided by `factor` (arXiv:2306.15595)."""
 
     factor: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DynamicRope(Rope):
     """Static config of dynamic NTK RoPE, supported only within the original length, where it equals unscaled RoPE.
 
@@ -99,7 +100,7 @@ class DynamicRope(Rope):
     factor: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Llama3Rope(Rope):
     """Static config of Llama 3.1's RoPE: low frequencies divided by `factor`, high ones kept, others between."""
 
@@ -119,7 +120,7 @@ class Llama3Rope(Rope):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class YarnRope(Rope):
     """Static config of YaRN: RoPE interpolated by wavelength, with an attention factor (arXiv:2309.00071)."""
 
@@ -140,7 +141,7 @@ class YarnRope(Rope):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LongRope(Rope):
     """Static config of LongRoPE: frequencies divided by a list, one for short texts or one for long ones.
 
@@ -195,7 +196,8 @@ def compute_channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tu
         D indices; 0 to D - 1 if the orders are equal.
     """
     dim = count_rotated_channels(rope, head_dim)
-    rotated, rest = list(range(dim)), list(range(dim, head_dim))
+    rotated = list(range(dim))
+    rest = list(range(dim, head_dim))
     first, second = (
         (rotated[::2], rotated[1::2]) if interleaved else (rotated[: dim // 2], rotated[dim // 2 :])
     )
@@ -203,7 +205,7 @@ def compute_channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tu
     return (*first, *rest[:half], *second, *rest[half:])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerSpec:
     """Static config of one layer's attention: rotary embedding, scale, sliding window, softcap.
 
@@ -233,7 +235,7 @@ class LayerSpec:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ExpertsConfig:
     """Static config of a mixture of experts: number of experts, experts per token, routing and activation.
 

@@ -21,7 +21,8 @@ Tensors = list[tuple[TensorSource, StoredTensor]]
 
 def read_parameter(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
     """Read one float parameter from its checkpoint tensors as a JAX array of `like`'s dtype; sharded if on a mesh."""
-    shape, dtype = like.shape, like.dtype
+    shape = like.shape
+    dtype = like.dtype
     if mesh is None:
         return jnp.array(_read_shard(parts, shape, dtype, (slice(None),) * len(shape)))
     # Devices with the same shard share one read.
@@ -53,7 +54,8 @@ def read_quantised_weight(
         Codes, then an array for each path of `beside`. In 8 bits complete rows share a scale: a device with a shard of
         each row's elements reads all of them.
     """
-    (*outputs, last), grouped = like.shape, like.dtype == np.uint8
+    *outputs, last = like.shape
+    grouped = like.dtype == np.uint8
     shape = (*outputs, 2 * last if grouped else last)
     stepped = all(tensor.stepped for _, tensor in parts)
     rounded: dict[tuple, tuple[np.ndarray, ...]] = {}
@@ -114,8 +116,10 @@ def quantise_to_int4(
     """
     grouped = weight.reshape(*weight.shape[:-1], -1, GROUP)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN is rejected later
-        least, span = grouped.min(axis=-1), np.ptp(grouped, axis=-1)
-        scales, leasts = (span / np.float32(15)).astype(np.float16), least.astype(np.float16)
+        least = grouped.min(axis=-1)
+        span = np.ptp(grouped, axis=-1)
+        scales = (span / np.float32(15)).astype(np.float16)
+        leasts = least.astype(np.float16)
         codes, off = _round_to_steps(grouped, scales, leasts)
         if stepped:
             gaps = np.diff(np.sort(grouped, axis=-1), axis=-1)
@@ -124,10 +128,8 @@ def quantise_to_int4(
             own = (span / np.rint(span / step).clip(1, 15)).astype(np.float16)
             theirs, closer = _round_to_steps(grouped, own, leasts)
             better = closer < off
-            codes, scales = (
-                np.where(better[..., None], theirs, codes),
-                np.where(better, own, scales),
-            )
+            codes = np.where(better[..., None], theirs, codes)
+            scales = np.where(better, own, scales)
     packed = codes[..., :GROUP_BYTES] | (codes[..., GROUP_BYTES:] << 4)
     return packed.reshape(*weight.shape[:-1], -1), scales, leasts
 

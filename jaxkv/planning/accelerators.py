@@ -1,12 +1,13 @@
 """Data sheets of GPUs and TPUs, packaged with jaxkv: memory, bandwidth, FLOP/s and links."""
 
-import dataclasses
 import json
 from importlib import resources
 from typing import Any, ClassVar, TypeVar
 
+from jaxkv._dataclasses import frozen_dataclass
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@frozen_dataclass
 class Device:
     """A kind of device by name and bytes of memory: this machine's CPU; base class of `Accelerator`.
 
@@ -28,7 +29,7 @@ class Device:
     retiles: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Accelerator(Device):
     """A kind of GPU or TPU: memory, bandwidth, FLOP/s and links of its data sheet; base class of `GPU` and `TPU`.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._checks import validate_int, warn_once
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import (
     FolderSource,
@@ -27,7 +28,8 @@ from jaxkv.models.values import Rope, YarnRope
 from jaxkv.policies.reads import list_full_attention_layers
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
-_FILTERS, _OF = (2, 8, 18), 32
+_FILTERS = (2, 8, 18)
+_OF = 32
 # Unsupported model types with the weights and the cache of a Llama of the same sizes.
 _LIKE_LLAMA = (
     "ernie4_5",
@@ -45,7 +47,7 @@ _SIZES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CatalogModel:
     """A model of the packaged catalogue: `name`, hub id, aliases, URL, parameter count, `config.json` dict (`raw`)."""
 
@@ -67,7 +69,7 @@ class CatalogModel:
         return ModelConfig.from_hf(self.raw)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KnownModel:
     """Name and `ModelConfig` of a model, and OmniKV's filter layers (None if unknown); no weights."""
 
@@ -92,7 +94,8 @@ def catalog() -> dict[str, CatalogModel]:
         if file.name.endswith(".json"):
             given = json.loads(file.read_text("utf-8"))
             name = file.name.removesuffix(".json")
-            raw, aliases = given.pop("config"), tuple(given.pop("aliases"))
+            raw = given.pop("config")
+            aliases = tuple(given.pop("aliases"))
             found[name] = CatalogModel(name=name, raw=raw, aliases=aliases, **given)
     return found
 
@@ -132,11 +135,13 @@ def apply_rope_scaling(known: KnownModel, given: str | None) -> KnownModel:
     """Return a `KnownModel` with plain RoPE extended by YaRN (`yarn:4`: 4 times the positions); unchanged for None."""
     if given is None:
         return known
-    config, (kind, _, times) = known.config, given.partition(":")
+    config = known.config
+    kind, _, times = given.partition(":")
     remedy = "not supported: use yarn and a factor, such as yarn:4, for a model without a scaling of its own"
     fits = kind == "yarn" and times.isdecimal() and type(config.rope) is Rope and not config.kinds
     require(fits, "rope_scaling", given, remedy)
-    factor, limit = validate_int("rope_scaling", int(times)), config.max_positions
+    factor = validate_int("rope_scaling", int(times))
+    limit = config.max_positions
     rope = YarnRope(
         theta=config.rope.theta,
         share=config.rope.share,

@@ -20,10 +20,14 @@ _HEAD += ["tokens/s", "requests/h", "requests/h, largest batch"]
 
 def compared(plans: Sequence[Plan]) -> str:
     """Return a text table of plans, a line per policy: sizes, fit, limits, speed; notes and XLA's figures below."""
-    first, served = plans[0].setting, any(plan.served is not None for plan in plans)
-    compiled, rows = list[str](), [[*_HEAD, *(["slots", "served/h"] if served else [])]]
+    first = plans[0].setting
+    served = any(plan.served is not None for plan in plans)
+    compiled = list[str]()
+    rows = [[*_HEAD, *(["slots", "served/h"] if served else [])]]
     for plan in plans:
-        name, one, most = format_policy(plan.setting.policy), plan.speed, plan.fastest
+        name = format_policy(plan.setting.policy)
+        one = plan.speed
+        most = plan.fastest
         row = [
             name,
             format_gigabytes(plan.cache),

@@ -1,6 +1,5 @@
 """Compiles the programs of a plan with XLA for GPUs or TPUs, present or not, in a separate process."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -11,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.planning.accelerators import Device
@@ -25,7 +25,7 @@ _CHILD = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CompiledProgram:
     """XLA's memory figures of one compiled program on one device, in bytes.
 
@@ -58,7 +58,7 @@ class CompiledProgram:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CompiledPlan:
     """XLA's memory figures in bytes of a plan's decode loop and prefill programs, compiled without the device.
 
@@ -182,7 +182,8 @@ def _compile_in_child_process(given: bytes, folder: Path, setting: Workload) -> 
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "JAX_PLATFORMS": "cpu",
         }
-    result, said = folder / "result.pickle", folder / "said.txt"
+    result = folder / "result.pickle"
+    said = folder / "said.txt"
     with said.open("wb") as log:
         command = [sys.executable, "-c", _CHILD]
         given += pickle.dumps(result)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.planning.accelerators import Accelerator, load_data_sheets
 
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -18,7 +19,7 @@ device_description_str: "{description}"
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GPU(Accelerator):
     """A kind of NVIDIA GPU: memory, bandwidth, FLOP/s and other figures of its data sheet and of the driver.
 

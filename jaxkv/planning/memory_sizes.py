@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.stores import choose_cache_dtype
 from jaxkv.engine.headroom import MOST_AHEAD, compute_prefill_headroom
 from jaxkv.engine.lengths import round_up_to_bucket
@@ -25,10 +26,12 @@ _HIDDEN_COPIES = 3
 # Resident bytes of a CPU process besides arrays: Python, JAX, a tokenizer and leftovers of loading; then per layer its
 # programs and their compiler, for steps that append entries and steps that also evict. Measured on Linux with SmolLM2
 # and JAX 0.10.2 (commit fcfce720).
-_PROCESS, _APPENDS, _EVICTS = 376_000_000, 8_700_000, 22_000_000
+_PROCESS = 376_000_000
+_APPENDS = 8_700_000
+_EVICTS = 22_000_000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class MemorySizes:
     """Bytes of one device's weights, cache, activations, offloaded entries, full cache; mean kept entries per kv head.
 
@@ -72,7 +75,9 @@ class MemorySizes:
 
 def compute_memory_sizes(setting: Workload) -> MemorySizes:
     """Return the `MemorySizes` (bytes of one device) of a workload; ValueError if its policy's budget is too small."""
-    parts, config, item = setting.policy.composed, setting.config, jnp.dtype(setting.dtype).itemsize
+    parts = setting.policy.composed
+    config = setting.config
+    item = jnp.dtype(setting.dtype).itemsize
     lengths = np.array([setting.context])
     headroom = (
         compute_prefill_headroom(parts, config.sliding_windows, lengths, setting.new)
@@ -82,13 +87,16 @@ def compute_memory_sizes(setting: Workload) -> MemorySizes:
     planned = last = plan_workload_prefill(setting, headroom)
     if setting.new > MOST_AHEAD and not parts.decoding_compression.compresses:
         last = plan_workload_prefill(setting, round_up_to_bucket(setting.new))
-    prefill, stepping = planned.peak_bytes - planned.cache_bytes, 0
-    here, process = setting.gpu.platform == "cpu", 0
+    prefill = planned.peak_bytes - planned.cache_bytes
+    stepping = 0
+    here = setting.gpu.platform == "cpu"
+    process = 0
     several = setting.prompts_per_group > 1 or config.experts is not None
     if setting.weights == "int4" or (here and setting.weights == "int8"):
         # Products widen one matrix at a time; a GPU reads the codes directly for one vector.
         matrix = item * _count_widened_elements(setting)
-        prefill, stepping = prefill + matrix, matrix * (here or several)
+        prefill = prefill + matrix
+        stepping = matrix * (here or several)
     if setting.gpu.retiles and item == 2:
         prefill += (
             _HIDDEN_COPIES
@@ -201,8 +209,11 @@ def _count_widened_elements(setting: Workload) -> int:
 
 def _compute_decode_bytes(setting: Workload, planned: PrefillPlan) -> int:
     """Return the bytes of a decode step's activations on one device, including entries loaded from host memory."""
-    parts, local, batch = setting.policy.composed, setting.local_config, setting.prompts_per_group
-    item, pools = jnp.dtype(setting.dtype).itemsize, planned.pools
+    parts = setting.policy.composed
+    local = setting.local_config
+    batch = setting.prompts_per_group
+    item = jnp.dtype(setting.dtype).itemsize
+    pools = planned.pools
     # Last and next logits of the device's shard of the vocabulary, all logits for sampling, and hidden states.
     found = 4 * (setting.config.vocab + 2 * local.vocab)
     found += (local.embed + local.hidden) * (4 + item)
@@ -212,10 +223,8 @@ def _compute_decode_bytes(setting: Workload, planned: PrefillPlan) -> int:
     if parts.decoding_compression.updates_scores:
         # Attention mass per entry; once more if it is summed over devices that share a kv head.
         found += 4 * sum(pools) * (1 + (setting.mesh.shape["rep"] > 1))
-    reading, loaded = (
-        parts.build_read_config(local.sliding_windows, planned.padded_len),
-        planned.loaded_bytes,
-    )
+    reading = parts.build_read_config(local.sliding_windows, planned.padded_len)
+    loaded = planned.loaded_bytes
     if reading.filters:
         # Logits of every query head of a filter layer, and the scores computed from them.
         found += 4 * pools[reading.filters[0]] * (local.group_size + 1)

@@ -21,7 +21,8 @@ def list_accelerators() -> dict[str, Accelerator]:
 
 def find_accelerator(name: str) -> Accelerator:
     """Return the GPU or TPU of a name or alias, ignoring case; ValueError with the nearest names if unknown."""
-    known, spelled = _index_by_spelling(), _normalise_spelling(name)
+    known = _index_by_spelling()
+    spelled = _normalise_spelling(name)
     near = difflib.get_close_matches(spelled, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     remedy = f"unknown GPU or TPU: use one of {', '.join(list_accelerators())}{hint}"
@@ -40,7 +41,8 @@ def parse_accelerators(given: str) -> tuple[Accelerator, int]:
     found.sort(key=lambda match: _normalise_spelling(match["kind"]) not in known)
     if _normalise_spelling(given) in known or not found:
         return find_accelerator(given), 1
-    kind, count = found[0]["kind"], found[0]["count"]
+    kind = found[0]["kind"]
+    count = found[0]["count"]
     remedy = f"not a valid number: use 1 to 999999, such as {kind}x8"
     require(0 < len(count) <= 6 and int(count) > 0, "gpus", given, remedy)
     return find_accelerator(kind), int(count)

@@ -9,12 +9,14 @@ from jaxkv.planning.memory_sizes import compute_memory_sizes
 from jaxkv.planning.plans import Plan, format_plan_title, format_policy
 from jaxkv.planning.setting import Workload
 
-_LEAST, _POINTS = 1024, 15
+_LEAST = 1024
+_POINTS = 15
 
 
 def peaks(setting: Workload) -> list[tuple[int, int]]:
     """List (context, peak bytes of a device), up to 15 valid contexts, doubling from about 1,024 to all positions."""
-    limit, found = setting.config.max_positions, list[tuple[int, int]]()
+    limit = setting.config.max_positions
+    found = list[tuple[int, int]]()
     for step in reversed(range(_POINTS)):
         length = limit >> step
         if length >= min(_LEAST, limit):
@@ -37,7 +39,8 @@ def plot_peak_memory(plans: Sequence[Plan], kind: str) -> bytes:
     axes = figure.subplots()
     for at, each in enumerate(plans):
         points = peaks(each.setting)
-        xs, ys = [length for length, _ in points], [size / 1e9 for _, size in points]
+        xs = [length for length, _ in points]
+        ys = [size / 1e9 for _, size in points]
         axes.plot(
             xs, ys, markersize=4, label=format_policy(each.setting.policy), **get_line_style(at)
         )

@@ -35,10 +35,12 @@ from jaxkv.serving.slot_memory import get_max_prefills_ahead
 from jaxkv.sharding.mesh_argument import parse_mesh_sizes
 
 # Remedies propose at least _LEAST_BUDGET entries, and _USUAL_BUDGET for policies that keep all entries.
-_LEAST_BUDGET, _USUAL_BUDGET = 128, 2048
+_LEAST_BUDGET = 128
+_USUAL_BUDGET = 2048
 # Share of a GPU's memory that JAX preallocates by default.
 _PREALLOCATED = 0.75
-_FEW, _MOST_BATCH = 8, 1 << 16
+_FEW = 8
+_MOST_BATCH = 1 << 16
 
 
 def plan(
@@ -84,14 +86,17 @@ def plan(
         TypeError: for an argument of the wrong type.
         ImportError: if the compiler is needed and not installed, with the command to install it.
     """
-    known, notes = apply_rope_scaling(resolve_model(model), rope_scaling), list[str]()
+    known = apply_rope_scaling(resolve_model(model), rope_scaling)
+    notes = list[str]()
     if isinstance(gpus, str) and gpus.strip().lower() == "cpu":
-        gpu, count = Device(name="cpu", memory=memory.get_machine_bytes()), 1
+        gpu = Device(name="cpu", memory=memory.get_machine_bytes())
+        count = 1
     else:
         gpu, count = parse_accelerators(gpus)
     here = gpu.platform == "cpu"
     require(not (here and compile), "compile", compile, "not supported on a CPU: leave it out")
-    given, filters = resolve_policy(policy), known.filters
+    given = resolve_policy(policy)
+    filters = known.filters
     if filters is None and getattr(given, "filter_layers", ()) is None:
         filters = known.likely_filter_layers
         layers = ", ".join(map(str, filters))
@@ -113,7 +118,8 @@ def plan(
         gpus=count,
         data=_count_groups(mesh, count),
     )
-    sizes, most = compute_memory_sizes(setting), find_largest_batch(setting)
+    sizes = compute_memory_sizes(setting)
+    most = find_largest_batch(setting)
     notes += [setting.position_warning] if setting.position_warning else []
     enough = sizes.peak_device_bytes <= gpu.memory
     if enough and gpu.platform == "cuda" and sizes.peak_device_bytes > _PREALLOCATED * gpu.memory:
@@ -160,7 +166,9 @@ def _count_groups(mesh: Any, count: int) -> int:
 
 def plan_serving(setting: Workload) -> ServingPlan | str:
     """Plan how many engine slots fit a workload's prompts; return a `ServingPlan`, or the text why none is possible."""
-    config, parts, groups = setting.config, setting.policy.composed, setting.data
+    config = setting.config
+    parts = setting.policy.composed
+    groups = setting.data
     try:
         shape = compute_slot_shape(
             parts,
@@ -173,10 +181,8 @@ def plan_serving(setting: Workload) -> ServingPlan | str:
     except ValueError as error:
         return str(error)
     one = dataclasses.replace(setting, batch=groups)
-    alone, row = (
-        compute_memory_sizes(one),
-        parts.compute_entry_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize),
-    )
+    alone = compute_memory_sizes(one)
+    row = parts.compute_entry_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize)
     each = sum(shape.rows) * row
 
     def fit(count: int) -> bool:
@@ -242,10 +248,12 @@ def _find_remedies(setting: Workload) -> Iterator[Remedy]:
 
     For policies that keep all entries, the budget is SnapKV's.
     """
-    policy, kept = setting.policy, setting.policy.composed.budget
+    policy = setting.policy
+    kept = setting.policy.composed.budget
     rows = kept.value if isinstance(kept, EntryBudget) else 0
     if not setting.policy.composed.compresses_prompts:
-        policy, rows = SnapKV(), 2 * min(_USUAL_BUDGET, setting.context)
+        policy = SnapKV()
+        rows = 2 * min(_USUAL_BUDGET, setting.context)
     halves = (rows // _LEAST_BUDGET).bit_length()
     kinds: tuple[Iterable[dict[str, Any]], ...] = (
         ({"policy": replace_policy_budget(policy, rows >> by)} for by in range(1, halves)),

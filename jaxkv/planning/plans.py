@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxkv._checks import format_non_default_fields, format_number
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.planning.compiled import CompiledPlan
 from jaxkv.planning.memory_sizes import MemorySizes
 from jaxkv.planning.setting import Workload
@@ -19,10 +20,12 @@ def format_gigabytes(size: int) -> str:
 
 def format_policy(policy: Policy) -> str:
     """Return a policy as short text: its class, its budget and its other non-default fields."""
-    shown, inner = format_non_default_fields(policy), policy
+    shown = format_non_default_fields(policy)
+    inner = policy
     while isinstance(below := getattr(inner, "base_policy", None), Policy):
         inner = below
-    budget, name = inner.composed.budget, type(inner).__name__
+    budget = inner.composed.budget
+    name = type(inner).__name__
     if budget is None or "budget=" in shown:
         return shown
     if f"{name}(" not in shown:
@@ -46,7 +49,7 @@ def format_prompts(setting: Workload) -> str:
     return f"{several} of {setting.context:,} tokens{asked}, {setting.new:,} new tokens each"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Remedy:
     """A changed workload that fits into memory: the change as text (`about`), the `setting`, peak bytes of a device."""
 
@@ -55,7 +58,7 @@ class Remedy:
     peak: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ServingPlan:
     """Plan of a serving engine: the number of slots that fit, bytes per slot, requests per hour, longest pause.
 
@@ -80,7 +83,7 @@ class ServingPlan:
         return text
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Plan:
     """Result of `plan`: memory sizes of one device, largest batch and context, remedies, estimated speeds, notes.
 
@@ -142,8 +145,10 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a report as `jaxkv plan` prints it: memory, fit, limits, remedies, speed, slots, notes, compiler."""
-        setting, sizes = self.setting, self.sizes
-        memory, word = format_gigabytes(setting.gpu.memory), setting.gpu.word
+        setting = self.setting
+        sizes = self.sizes
+        memory = format_gigabytes(setting.gpu.memory)
+        word = setting.gpu.word
         rows = f"{sizes.kept:,.0f} of {setting.context:,} entries per kv head"
         lines = [
             format_plan_title(setting),
@@ -198,7 +203,8 @@ class Plan:
 
     def format_compiled_figures(self) -> list[str]:
         """List lines of XLA's figures, and how much the arithmetic deviates from them; none if not compiled."""
-        compiled, weights = self.compiled, self.sizes.weights
+        compiled = self.compiled
+        weights = self.sizes.weights
         if compiled is None:
             return []
         lines = ["", str(compiled)]
@@ -215,7 +221,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict of JSON values: workload, bytes, fit, remedies, speeds, notes; if set, `served`, `compiled`."""
-        setting, sizes = self.setting, self.sizes
+        setting = self.setting
+        sizes = self.sizes
         asked = ("model", "gpus", "batch", "context", "new", "questions", "dtype")
         found: dict[str, Any] = {
             **{name: getattr(setting, name) for name in asked},

@@ -1,6 +1,5 @@
 """Input of a plan (`Workload`): model, policy, prompts, and devices."""
 
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxkv._checks import validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, choose_attention_implementations
 from jaxkv.loading import validate_dtype
@@ -34,7 +34,7 @@ def parse_token_count(given: Any, name: str = "context") -> Any:
     return int(count)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Workload:
     """Workload to plan: a model, a policy, devices, and `batch` prompts of `context` tokens with `new` tokens each.
 
@@ -84,7 +84,8 @@ class Workload:
     @property
     def prefill_implementation(self) -> Implementation:
         """`Implementation` of attention in prefill: Pallas kernels on GPUs, elsewhere what AUTO chooses."""
-        platform, dtype = self.gpu.platform, jnp.dtype(self.dtype)
+        platform = self.gpu.platform
+        dtype = jnp.dtype(self.dtype)
         if platform == "cuda":
             return Implementation.PALLAS
         dim = self.config.head_dim

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._checks import format_number
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import DenseStore
 from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
@@ -20,15 +21,23 @@ from jaxkv.planning.setting import Workload
 from jaxkv.policies.reads import WHOLE
 
 # Shares of the data sheet's FLOP/s that prefill reaches in matrix products, attention, and column sums of attention.
-PRODUCTS, ATTENTION, SCORES = 0.6, 0.55, 0.32
+PRODUCTS = 0.6
+ATTENTION = 0.55
+SCORES = 0.32
 # Shares of the bandwidth at which a decode step reads weights, by bits (None: floats), and entries of 16 and 8 bits.
 WEIGHTS = {None: 0.8, "int8": 0.55, "int4": 0.33}
-ROWS, CODES = 0.9, 0.54
+ROWS = 0.9
+CODES = 0.54
 # Seconds of a decode step besides reads, per layer and once: launches, small kernels, starts of attention.
-APPENDS, EVICTS = (18.9e-6, 50e-6), (27.9e-6, 54e-6)
-MERGES, CHOOSES = (20.9e-6, 126e-6), (22.7e-6, 90e-6)
+APPENDS = (18.9e-6, 50e-6)
+EVICTS = (27.9e-6, 54e-6)
+MERGES = (20.9e-6, 126e-6)
+CHOOSES = (22.7e-6, 90e-6)
 # A ring all-reduce: seconds to start, and per hop by NVLink, PCIe and network, in NCCL's model.
-START, NVLINK, PCIE, NETWORK = 6.6e-6, 0.6e-6, 1e-6, 5e-6
+START = 6.6e-6
+NVLINK = 0.6e-6
+PCIE = 1e-6
+NETWORK = 5e-6
 # Bytes/s: slower than any NVLink, faster than any PCIe.
 _NVLINK_FROM = 100e9
 ASSUMED = (
@@ -37,7 +46,7 @@ ASSUMED = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Speed:
     """Estimated seconds of a batch: prefill, and one decode step with its reads of weights and of entries (`rows`).
 
@@ -80,7 +89,8 @@ class Speed:
 
 def explain_missing_rate(setting: Workload) -> str:
     """Return as text why a workload's speed cannot be estimated from measured rates; empty if it can be."""
-    parts, config = setting.policy.composed, setting.config
+    parts = setting.policy.composed
+    config = setting.config
     reading = parts.build_read_config(config.sliding_windows, round_up_to_bucket(setting.context))
     several = setting.prompts_per_group > 1 or config.experts is not None
     reasons = {
@@ -99,12 +109,11 @@ def estimate_speed(setting: Workload) -> Speed | None:
     gpu = setting.gpu
     if explain_missing_rate(setting) or not isinstance(gpu, Accelerator):
         return None
-    parts, local, item = (
-        setting.policy.composed,
-        setting.local_config,
-        jnp.dtype(setting.dtype).itemsize,
-    )
-    layers, prompts = setting.config.layers, setting.prompts_per_group
+    parts = setting.policy.composed
+    local = setting.local_config
+    item = jnp.dtype(setting.dtype).itemsize
+    layers = setting.config.layers
+    prompts = setting.prompts_per_group
     held, wide = (
         compute_weight_bytes(setting.config, setting.dtype, setting.mesh, of)
         for of in (setting.weights, None)
@@ -154,18 +163,23 @@ def estimate_speed(setting: Workload) -> Speed | None:
 
 def estimate_all_reduce(setting: Workload, size: int) -> float:
     """Return the seconds of a ring all-reduce of `size` bytes among a group's devices; 0 for one device."""
-    count, gpu = setting.gpus_per_group, setting.gpu
+    count = setting.gpus_per_group
+    gpu = setting.gpu
     if count == 1 or not isinstance(gpu, Accelerator):
         return 0.0
-    link, hop = gpu.link, NVLINK if gpu.link > _NVLINK_FROM else PCIE
+    link = gpu.link
+    hop = NVLINK if gpu.link > _NVLINK_FROM else PCIE
     if count > gpu.per_host:
-        link, hop = min(link, gpu.network * gpu.per_host), NETWORK
+        link = min(link, gpu.network * gpu.per_host)
+        hop = NETWORK
     return START + 2 * (count - 1) * (hop + size / count / link)
 
 
 def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
     """Return entries per kv head, `[L]`, that a step reads midway in an answer; and filter layers' indices."""
-    parts, layers, behind = setting.policy.composed, setting.config.layers, setting.new // 2
+    parts = setting.policy.composed
+    layers = setting.config.layers
+    behind = setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
     # Layer budgets that depend on the prompt are assumed uniform.
     kept = np.full(layers, float(planned.budget.mean()))
@@ -191,7 +205,8 @@ def _compute_weight_reads(setting: Workload, held: int) -> tuple[int, int]:
 
     With experts these are fewer: tokens are assumed to choose different experts until all are chosen.
     """
-    local, experts = setting.local_config, setting.config.experts
+    local = setting.local_config
+    experts = setting.config.experts
     if experts is None:
         return held, held
     each = 3 * local.embed * local.hidden * local.layers * jnp.dtype(setting.dtype).itemsize
@@ -202,10 +217,14 @@ def _compute_weight_reads(setting: Workload, held: int) -> tuple[int, int]:
 
 def count_prefill_flops(setting: Workload, weights: float) -> tuple[float, float, float]:
     """Return FLOP counts of one device's prefill: products with `weights` parameters, attention, policy scores."""
-    local, parts, tokens = setting.local_config, setting.policy.composed, setting.context
-    needs, again = parts.needs, 0.0
+    local = setting.local_config
+    parts = setting.policy.composed
+    tokens = setting.context
+    needs = parts.needs
+    again = 0.0
     # 4 FLOP per query, key and channel, and half of the pairs.
-    pairs, channels = tokens**2 / 2, local.layers * local.heads * local.head_dim
+    pairs = tokens**2 / 2
+    channels = local.layers * local.heads * local.head_dim
     scores = 2 * pairs * channels if needs.sums else 0.0
     if needs.replay is not None:
         # A second pass: each chunk, and the tokens between chunks, attend to the whole prompt, and logits are read.
@@ -215,6 +234,7 @@ def count_prefill_flops(setting: Workload, weights: float) -> tuple[float, float
     scores += 2.0 * needs.queries * tokens * channels
     if parts.scorer.compares_keys:
         scores += 2.0 * tokens**2 * channels / local.group_size
-    prompts, products = setting.prompts_per_group, 2 * weights * tokens * (1 + again)
+    prompts = setting.prompts_per_group
+    products = 2 * weights * tokens * (1 + again)
     attention = 4 * pairs * channels * (1 + 2 * again)
     return prompts * products, prompts * attention, prompts * scores

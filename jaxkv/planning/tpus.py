@@ -1,15 +1,15 @@
 """TPUs by name: figures of their data sheets, and libtpu's names of slices."""
 
-import dataclasses
 import functools
 import math
 from typing import ClassVar
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.planning.accelerators import Accelerator, load_data_sheets
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TPU(Accelerator):
     """A kind of TPU device, as JAX counts devices, with memory, bandwidth and FLOP/s of its data sheet, and slices.
 

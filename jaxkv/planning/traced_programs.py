@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation
 from jaxkv.cache import EntryPool
 from jaxkv.engine.headroom import compute_prefill_headroom
@@ -61,7 +62,7 @@ def build_abstract_model(
     return SplitDecoder(nnx.merge(graph, jax.tree_util.tree_map_with_path(shard_parameter, leaves)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TraceInputs:
     """Abstract model, policy, batch and prompt length, from which properties plan and trace the engine's prefill."""
 

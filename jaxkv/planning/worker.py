@@ -94,7 +94,8 @@ def compile_traced_program(
 
 def compile_workload(setting: Workload) -> dict[str, Any]:
     """Compile a workload's programs; return a dict of `CompiledProgram` and weight bytes, or a failed one's error."""
-    name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
+    name = f"such {setting.gpu.word}s"
+    platform = setting.gpu.platform
     try:
         with prepare_trace_inputs(setting) as work:
             weights = count_device_bytes((work.flat.ends, work.flat.blocks))
@@ -102,7 +103,8 @@ def compile_workload(setting: Workload) -> dict[str, Any]:
             decode, _ = compile_traced_program(
                 "decode", trace_planned_loop(work)[0], platform=platform
             )
-            name, prefill = "a prefill's programs", []
+            name = "a prefill's programs"
+            prefill = []
             for call in select_largest_calls(work):
                 name = f"a prefill's program: {call.name}"
                 made, _ = compile_traced_program(
@@ -117,7 +119,8 @@ def compile_workload(setting: Workload) -> dict[str, Any]:
 def main(given: IO[bytes]) -> None:
     """Read a pickled workload and path from a stream; compile its programs; pickle figures or an error to that path."""
     began = time.perf_counter()
-    setting, result = pickle.load(given), pickle.load(given)
+    setting = pickle.load(given)
+    result = pickle.load(given)
     made = compile_workload(setting) | {"seconds": time.perf_counter() - began}
     part = result.with_suffix(".part")
     part.write_bytes(pickle.dumps(made))

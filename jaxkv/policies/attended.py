@@ -15,6 +15,7 @@ from jaxkv._checks import (
     validate_field,
     validate_int,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import get_attention_backend
 from jaxkv.attention.columns import average_over_queries
@@ -117,7 +118,7 @@ def _combine_neighbours(
     return result
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CumulativeAttention(Scorer):
     """H2O's scorer: attention summed (`mean`: averaged) over the queries that see an entry, mean over its query heads.
 
@@ -151,7 +152,7 @@ class CumulativeAttention(Scorer):
         return self.eviction_rank.rank_entries(observed, age[:, None])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LastAttention(Scorer):
     """TOVA's scorer: attention of the last query alone, averaged over the query heads of a group."""
 
@@ -163,7 +164,7 @@ class LastAttention(Scorer):
         return seen.reduce_window_attention(lambda p, _: p.mean(axis=(0, 1)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class WindowScorer(Scorer):
     """Base of scorers that use the prompt's last `window` queries, and pool scores over neighbours by `pooling`.
 
@@ -194,7 +195,7 @@ class WindowScorer(Scorer):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ObservationWindowAttention(WindowScorer):
     """SnapKV's scorer: attention of the last `window` queries, mean over queries, mean or max over heads, pooled.
 
@@ -219,10 +220,8 @@ class ObservationWindowAttention(WindowScorer):
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return window attention `[B, K, S]`: query mean, then mean or max of heads; pooled only if order is FIRST."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            window_mean, of = (
-                get_attention_backend(seen.implementation).average_window_attention,
-                (seen.queries, seen.k),
-            )
+            window_mean = get_attention_backend(seen.implementation).average_window_attention
+            of = (seen.queries, seen.k)
             return window_mean(*of, seen.q_positions, seen.length, shaping=seen.attention_shaping)
         return self.reduce_attention(seen, average_over_queries)
 

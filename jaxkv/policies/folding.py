@@ -1,6 +1,5 @@
 """Mergers: D2O's `Merge` averages evicted entries into kept ones, CaM's `ValueMerge` adds values to later values."""
 
-import dataclasses
 import enum
 import math
 from fractions import Fraction
@@ -19,6 +18,7 @@ from jaxkv._checks import (
     validate_int,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.merger import EntryPerSegment, Joined, Merged, Merger
 from jaxkv.sharding.collectives import (
     all_gather_shards,
@@ -29,7 +29,8 @@ from jaxkv.sharding.collectives import (
 from jaxkv.sharding.mesh import ShardingMesh
 
 # Evicted entries, and kept entries, compared at a time.
-_DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
+_DROPPED_BLOCK = 256
+_KEPT_BLOCK = 512
 
 
 class MergeMetric(enum.Enum):
@@ -71,7 +72,7 @@ class MergeDecision(enum.Enum):
     SHARED_POSITION = "shared_position"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Merge(Merger):
     """D2O's merger: average evicted entries into their most similar kept ones above a running or fixed threshold.
 
@@ -275,7 +276,8 @@ class Merge(Merger):
     ) -> Array:
         """Return keys or values `[B, K, S, D]`, entries of the mask `joins` averaged into their nearest kept ones."""
         add, divide, own = self.compute_merge_weights(similarity)
-        add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
+        add = jnp.where(joins, add, 0.0)
+        divide = jnp.where(joins, divide, 0.0)
 
         @jax.vmap
         @jax.vmap
@@ -305,7 +307,8 @@ def find_nearest_kept(
     least one. Entries that are not evicted get 0 and 0. Ties go to the lowest index.
     """
     batch, heads, padded_len, dim = rows.shape
-    take, across = min(_DROPPED_BLOCK, padded_len), min(_KEPT_BLOCK, padded_len)
+    take = min(_DROPPED_BLOCK, padded_len)
+    across = min(_KEPT_BLOCK, padded_len)
     index = jnp.arange(padded_len, dtype=jnp.int32)
 
     def head(inputs):
@@ -354,7 +357,7 @@ def find_nearest_kept(
     return cosine.reshape(batch, heads, padded_len), at.reshape(batch, heads, padded_len)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ValueMerge(Merger):
     """CaM's merger: by chance, according to its attention, a value adds 1 / `window` of itself to the next `window`.
 
@@ -427,7 +430,8 @@ class ValueMerge(Merger):
         samples: Float[Array, " S"],
     ):
         """Return values `[S, D]` of a kv head after each adds a sampled or expected share to the next `window` ones."""
-        padded_len, window = v.shape[0], self.window
+        padded_len = v.shape[0]
+        window = self.window
         index = jnp.arange(padded_len, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)
         begin = -(-(length * share.numerator) // share.denominator)

@@ -1,7 +1,6 @@
 """`Gate`, a trained model that scores entries from hidden states; read from safetensors files, compared by content."""
 
 import abc
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
@@ -9,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 from jaxtyping import Array, Float
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.policies.of_model import FileArrays, NamedTensors
@@ -16,7 +16,7 @@ from jaxkv.policies.of_model import FileArrays, NamedTensors
 Kind = TypeVar("Kind", bound="Gate")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Gate(FileArrays):
     """Base of trained gates, which score entries from hidden states: sizes L, K, E, each layer's weights, and a digest.
 

@@ -16,13 +16,15 @@ from jaxkv._checks import (
     validate_float,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.topk import compute_candidate_sort_keys, count_true, mask_sort_keys, mask_top_k
 
 # The largest capacity: more than the number of devices that hold a layer's kv heads.
 _UNLIMITED = 1000.0
-_LARGEST, _LEAST_SCORE = 1e30, "give the lowest score of a kept entry"
+_LARGEST = 1e30
+_LEAST_SCORE = "give the lowest score of a kept entry"
 # Python ints, or numpy or JAX arrays.
 Numbers = TypeVar("Numbers", int, Array)
 
@@ -132,7 +134,7 @@ def _average_over_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
     return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class UniformHeads(HeadBudgets):
     """Head budgets that keep the same number of entries in every kv head: the best by the head's own scores."""
 
@@ -144,7 +146,7 @@ class UniformHeads(HeadBudgets):
         return mask_top_k(rows.sort_keys, rows.base[:, None])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SharedHeads(HeadBudgets):
     """Head budgets that keep the same positions in all kv heads of a layer: the best by the mean score over heads."""
 
@@ -156,7 +158,7 @@ class SharedHeads(HeadBudgets):
         return UniformHeads().choose_entries(rows._replace(scores=_average_over_heads(rows.scores)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _CompetingHeads(HeadBudgets):
     """Base of competing head budgets: each head is guaranteed share `alpha`; `capacity` limits one device's entries."""
 
@@ -169,7 +171,7 @@ class _CompetingHeads(HeadBudgets):
         validate_field(self, "capacity", validate_float, remedy, low=1.0, high=_UNLIMITED)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AdaptiveHeads(_CompetingHeads):
     """Ada-KV's head budgets: kv heads compete for a layer's entries; each is guaranteed `alpha` of an even share.
 
@@ -226,7 +228,8 @@ class AdaptiveHeads(_CompetingHeads):
     ) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
         """Return ints `[B, K]`, (1 - alpha) * won + alpha * base rounded down, and the remainders' int numerators."""
         share = Fraction(self.alpha).limit_denominator(1000)
-        den, num = share.denominator, share.numerator
+        den = share.denominator
+        num = share.numerator
         # Dividing by the denominator first is exact in int32 at any length.
         base = base[:, None]
         rest = (den - num) * (won % den) + num * (base % den)
@@ -247,7 +250,7 @@ class AdaptiveHeads(_CompetingHeads):
         return multiply_rounding_down(self.alpha, base)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ProtectedHeads(_CompetingHeads):
     """kvpress' head budgets: each kv head is guaranteed `alpha` of an even share; heads compete for the rest.
 
@@ -290,7 +293,7 @@ class ProtectedHeads(_CompetingHeads):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HeadBudgetsWrapper(HeadBudgets):
     """Base of head budgets that wrap other head budgets, the field `budgets`, and change their choice of entries."""
 
@@ -319,7 +322,7 @@ class HeadBudgetsWrapper(HeadBudgets):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TwoStageHeads(HeadBudgetsWrapper):
     """CriticalKV's head budgets: counts per head from `budgets`, `first` by score, the rest by score * norm.
 
@@ -361,7 +364,9 @@ class TwoStageHeads(HeadBudgetsWrapper):
         self, rows: ScoredEntries, each: Int[Array, "B K"]
     ) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]` of `each` entries per head: share `first` by score, the rest by score * norm."""
-        scores, candidates, always_kept = rows.scores, rows.candidates, rows.always_kept[:, None]
+        scores = rows.scores
+        candidates = rows.candidates
+        always_kept = rows.always_kept[:, None]
         assert rows.norms is not None
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
         safe = jnp.clip(_multiply_by_fraction(share, each + always_kept) - always_kept, 0, each)
@@ -373,7 +378,7 @@ class TwoStageHeads(HeadBudgetsWrapper):
         return chosen | mask_top_k(rest, each - safe)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ThresholdHeads(HeadBudgetsWrapper):
     """KVzap's head budgets: of the entries that the wrapped `budgets` choose, keep those scored at least `threshold`.
 
@@ -475,7 +480,8 @@ def multiply_rounding_down(capacity: float, even: Numbers) -> Numbers:
 def _multiply_by_fraction(share: Fraction, rows: Numbers) -> Numbers:
     """Return `share * rows` rounded down; exact in int32 whenever the result fits."""
     # Dividing by the denominator first is exact in int32 at any length.
-    part, rest = rows // share.denominator, rows % share.denominator
+    part = rows // share.denominator
+    rest = rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator
 
 

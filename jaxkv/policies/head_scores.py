@@ -42,7 +42,8 @@ def load_duoattention_pattern(
     `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder. A `config.json` next to
     the file is read, too; without one the config is empty. ValueError names `field` and the fault.
     """
-    remedy, table = "give a number for each layer and kv head, or the published folder", given
+    remedy = "give a number for each layer and kv head, or the published folder"
+    table = given
     config: Any = {}
     if isinstance(given, (str, os.PathLike)):
         path = Path(os.path.expanduser(given))

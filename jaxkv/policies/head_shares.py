@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import validate_field, validate_float
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.head_budgets import HeadBudgets, ScoredEntries
@@ -23,7 +24,7 @@ from jaxkv.policies.topk import count_true, mask_top_k
 _PARTS = 1 << 15  # parts of a layer; kv heads get an integer number of them: exact in int32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     """HeadKV's layer and head budgets: entries in proportion to each head's share by importance `scores`; exact sums.
 
@@ -104,7 +105,8 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]` of each head's best candidates: its share of layer entries, or all it has."""
-        shares, heads = self.compute_head_shares(), rows.scores.shape[1]
+        shares = self.compute_head_shares()
+        heads = rows.scores.shape[1]
         self.require_model_sizes(heads=heads)
         each = (
             shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300
@@ -114,18 +116,17 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
             jnp.int32,
         )[rows.layer]
         total = heads * rows.base[:, None]
-        rest, each = (
-            total % _PARTS * parts,
-            total // _PARTS * parts + total % _PARTS * parts // _PARTS,
-        )
+        rest = total % _PARTS * parts
+        each = total // _PARTS * parts + total % _PARTS * parts // _PARTS
         more = mask_top_k(
             (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - each.sum(axis=-1, dtype=jnp.int32)
         )
-        each, keys = each + more.astype(jnp.int32), rows.sort_keys
+        each = each + more.astype(jnp.int32)
+        keys = rows.sort_keys
         return mask_top_k(keys, jnp.minimum(each, count_true(keys > 0)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CurveBudgets(ImportanceBudgets):
     """LU-KV's layer and head budgets: entries in proportion to the share that each kv head keeps by its curve."""
 
@@ -135,7 +136,5 @@ class CurveBudgets(ImportanceBudgets):
     beta: int | float = 1.0
 
     # Curves are of kv heads only.
-    accepts_model_size, require_fits_model = (
-        ModelSpecificValue.accepts_model_size,
-        ModelSpecificValue.require_fits_model,
-    )
+    accepts_model_size = ModelSpecificValue.accepts_model_size
+    require_fits_model = ModelSpecificValue.require_fits_model

@@ -1,6 +1,5 @@
 """`Keep`, the always-kept entries of a prompt: sinks, observation window, protected spans."""
 
-import dataclasses
 import operator
 from functools import reduce
 from typing import Any
@@ -10,10 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv._checks import select_array_module, validate_field, validate_float, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.checks import Span, parse_spans
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Keep:
     """Always-kept entries: sinks, observation window, protected spans, and a share of recent entries.
 
@@ -73,7 +73,8 @@ class Keep:
         order = xp.argsort(first, axis=0, stable=True)
         first, last = (xp.take_along_axis(edge, order, axis=0) for edge in (first, last))
         # Spans may overlap: each counts from the largest end of earlier spans.
-        ended, count = last[0], last[0]
+        ended = last[0]
+        count = last[0]
         for begin, end in zip(first[1:], last[1:], strict=True):
             count = count + xp.maximum(end - xp.maximum(begin, ended), 0)
             ended = xp.maximum(ended, end)

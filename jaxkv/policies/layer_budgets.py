@@ -3,7 +3,6 @@
 Budgets are computed by numpy on the host, or, from traced weights, by JAX with 64 bits enabled.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jaxkv._checks import (
     validate_field,
     validate_float,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.scorer import ScorerInputs, Scores
@@ -175,14 +175,16 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
     `total` is between 0 and L * most; ties of remainders go to the lowest layer.
     """
     xp = select_array_module(values, total, most)
-    total, most = xp.asarray(total, xp.int64), xp.asarray(most, xp.int64)
+    total = xp.asarray(total, xp.int64)
+    most = xp.asarray(most, xp.int64)
     values, sums, ends = (xp.asarray(each, xp.float64) for each in (values, total, most))
 
     def shifted(shift: Reals) -> Reals:
         return xp.clip(values + shift, 0.0, ends)
 
     # The sum of clipped values does not decrease with the shift: bisection finds the shift.
-    low, high = -values.max(axis=0) - 1.0, ends - values.min(axis=0) + 1.0
+    low = -values.max(axis=0) - 1.0
+    high = ends - values.min(axis=0) + 1.0
     high = bisect_elementwise(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
     return round_by_largest_remainder(shifted(high), total, most)
 
@@ -212,7 +214,7 @@ def require_finite_weights(weights: np.ndarray | Array | None) -> Reals:
     return values
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class UniformLayers(LayerBudgets):
     """Layer budgets that keep the same number of entries per kv head in every layer: the budget."""
 
@@ -221,7 +223,7 @@ class UniformLayers(LayerBudgets):
         return of.array_module.broadcast_to(of.budget, (of.layers, *np.shape(of.budget)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GlobalLayers(UniformLayers):
     """Layer budgets under which the kv heads of all layers compete by score for one budget."""
 
@@ -229,7 +231,7 @@ class GlobalLayers(UniformLayers):
     uses_joint_budget = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _PyramidSchedule(LayerBudgets):
     """Base of pyramid layer budgets: `beta` is the ratio of average entries to the top layer's entries, at least 1."""
 
@@ -246,7 +248,7 @@ class _PyramidSchedule(LayerBudgets):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _ExactPyramid(_PyramidSchedule):
     """Base of pyramid schedules whose entries sum to the budget; subclasses define `compute_relative_entries`."""
 
@@ -264,13 +266,14 @@ class _ExactPyramid(_PyramidSchedule):
 
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by the schedule."""
-        xp, layers = of.array_module, of.layers
+        xp = of.array_module
+        layers = of.layers
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
         shape = self.compute_relative_entries(of.mean_entries_to_choose.astype(xp.float64), depth)
         return of.divide_by_shares(shape / xp.maximum(shape.sum(axis=0), 1e-300))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LinearLayers(_ExactPyramid):
     """PyramidKV's schedule (arXiv:2406.02069, eq. 1): entries fall linearly from bottom to top layer; exact sum.
 
@@ -285,7 +288,7 @@ class LinearLayers(_ExactPyramid):
         return bottom - (bottom - top) * depth
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GeometricLayers(_ExactPyramid):
     """Pyramid schedule: entries fall geometrically, by a factor of 2 * beta - 1 over all layers (PyramidKV, Table 5).
 
@@ -298,7 +301,7 @@ class GeometricLayers(_ExactPyramid):
         return base * (1 / (2 * self.beta - 1)) ** depth
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ExponentialLayers(_ExactPyramid):
     """Pyramid schedule: entries decay exponentially, by `rate`, from bottom to top layer (PyramidKV, Table 5).
 
@@ -321,7 +324,7 @@ class ExponentialLayers(_ExactPyramid):
         return top + (2 * base - 2 * top) * select_array_module(depth).exp(-self.rate * depth)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class WeightedLayers(LayerBudgets):
     """Base of layer budgets that divide entries in proportion to layer weights, a statistic of scores or attention."""
 
@@ -345,11 +348,9 @@ class WeightedLayers(LayerBudgets):
         """
         # A layer's share falls with every further layer. Entries above the length of full layers are spread evenly
         # over the other layers, at most L - 1; at least one layer is full then.
-        xp, total, headroom = (
-            of.array_module,
-            of.layers * of.mean_entries_to_choose,
-            of.length - of.always_kept,
-        )
+        xp = of.array_module
+        total = of.layers * of.mean_entries_to_choose
+        headroom = of.length - of.always_kept
         spread = xp.maximum(total - headroom, 0) / max(of.layers - 1, 1)
         wanted = self._compute_layer_shares(of.weights) * total.astype(xp.float64)
         most = xp.floor(wanted + spread + 1e-6).astype(xp.int64) + 1
@@ -357,7 +358,8 @@ class WeightedLayers(LayerBudgets):
 
     def _compute_layer_shares(self, weights: Any) -> Reals:
         """Return each layer's share `[L, N]` of entries by `compute_proportions`; even shares if all are 0."""
-        xp, parts = select_array_module(weights), self.compute_proportions(weights)
+        xp = select_array_module(weights)
+        parts = self.compute_proportions(weights)
         total = parts.sum(axis=0)
         return xp.where(total > 0, parts / xp.where(total > 0, total, 1.0), 1 / len(parts))
 
@@ -371,7 +373,7 @@ def _normalise_scores(
     return inside / jnp.where(total > 0, total, 1.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EntropyLayers(WeightedLayers):
     """Layer budgets by entropy: layers of more evenly spread attention get more entries (PyramidKV, Table 5)."""
 
@@ -384,7 +386,7 @@ class EntropyLayers(WeightedLayers):
         return -terms.sum(axis=-1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GiniLayers(WeightedLayers):
     """Layer budgets by Gini coefficient: layers of more concentrated attention get more (PyramidKV, Table 5)."""
 
@@ -404,7 +406,7 @@ class GiniLayers(WeightedLayers):
         return weighted / jnp.maximum(count, 1.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _PublishedPyramid(_PyramidSchedule):
     """Base of pyramid schedules as in published code; the sum over layers may differ from the budget."""
 
@@ -425,7 +427,7 @@ class _PublishedPyramid(_PyramidSchedule):
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OfficialLayers(_PublishedPyramid):
     """KVCache-Factory's pyramid schedule: integer steps, up to 27% over budget; uniform for short prompts.
 
@@ -448,7 +450,7 @@ class OfficialLayers(_PublishedPyramid):
         return most - np.arange(layers) * step + window
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVPressLayers(_PublishedPyramid):
     """kvpress' pyramid schedule, rounded half to even; uniform for short prompts, or if layers get less than a window.
 

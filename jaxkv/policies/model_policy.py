@@ -50,10 +50,8 @@ def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Pol
         return policy
     # Bytes of one entry in every kv head and layer; sliding-window layers hold their windows in addition.
     row = config.kv_heads * parts.compute_entry_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
-    each, sliding_windows = (
-        config.sliding_windows.count(None) * row,
-        sum(width or 0 for width in config.sliding_windows) * row,
-    )
+    each = config.sliding_windows.count(None) * row
+    sliding_windows = sum(width or 0 for width in config.sliding_windows) * row
     beside = f" besides {sliding_windows:,} bytes of sliding windows" if sliding_windows else ""
     rows = (budget.value - sliding_windows) // each
     require(

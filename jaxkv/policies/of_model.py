@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.checkpoints.safetensors_files import read_folder_headers, read_safetensors_header
@@ -38,7 +39,8 @@ class ModelSpecificValue:
         """Raise ValueError unless the value fits the named model sizes (`layers=32`); sizes it lacks are ignored."""
         for name, size in of_model.items():
             if hasattr(self, name):
-                own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
+                own = getattr(self, name)
+                remedy = f"the model has {size}: give {self.wanted}"
                 require(self.accepts_model_size(name, size), self.of_field, f"{name}={own}", remedy)
 
     def require_fits_model(self, config: ModelConfig) -> None:
@@ -48,7 +50,7 @@ class ModelSpecificValue:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FileArrays(ModelSpecificValue, abc.ABC):
     """Base of one model's arrays from safetensors files; equal if layers, kv heads and the arrays' digest are.
 

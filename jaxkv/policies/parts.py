@@ -14,6 +14,7 @@ from jaxkv._checks import (
     select_array_module,
     validate_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.layout import SegmentLayout
 from jaxkv.cache.stores import DenseStore, Store
@@ -35,7 +36,7 @@ from jaxkv.policies.reads import AttentionReads, LayerReadConfig, ReadAll
 from jaxkv.policies.scorer import Needs, Scorer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DecodingCompressionConfig:
     """Static config of compression while decoding, without budgets: eviction, rank, merger, protected entries.
 
@@ -70,7 +71,7 @@ class DecodingCompressionConfig:
         return self.stores_scores and self.rank.decay is not None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Parts:
     """A policy as the engine sees it: selection of a prompt's entries, phase after it, reads while decoding, store.
 
@@ -365,12 +366,14 @@ class Parts:
 
         `strict` rejects budgets below the always-kept entries, except shares under `clamp`; the error names the prompt.
         """
-        lengths, budget = np.asarray(lengths, np.int64), self.budget
+        lengths = np.asarray(lengths, np.int64)
+        budget = self.budget
         if self.layers.sets_entry_count:
             return self.layers.compute_average_entries(lengths, always_kept)
         if budget is None:
             return lengths.copy()
-        rows, share = budget.count_entries(lengths), isinstance(budget, ShareBudget)
+        rows = budget.count_entries(lengths)
+        share = isinstance(budget, ShareBudget)
         low = np.flatnonzero(rows < always_kept)
         if strict and low.size and not (share and self.select.clamp):
             row = int(low[0])
@@ -403,7 +406,8 @@ class Parts:
         leave of `rows`. `weights` are the layers' weights, and `budget` the average entries per kv head, where budgets
         follow from weights. All arguments are on the host, or all are traced.
         """
-        xp, window = select_array_module(rows), self.keep.window
+        xp = select_array_module(rows)
+        window = self.keep.window
         left = xp.maximum(rows - (always_kept - window), 0)
         if weights is not None and self.keep.recent:
             own = self.layers.count_recent_entries(budget, length, weights)
@@ -431,11 +435,10 @@ def _restrict_parts(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
     `sliding_windows` are `ModelConfig.sliding_windows`. ValueError if a table names sliding-window layers, or if head
     budgets that differ by layer do not override `restrict_to_full_attention`.
     """
-    layers, heads = (
-        parts.layers.restrict_to_full_attention(sliding_windows),
-        parts.heads.restrict_to_full_attention(sliding_windows),
-    )
-    inner, cut = unwrap_head_budgets(parts.heads), unwrap_head_budgets(heads)
+    layers = parts.layers.restrict_to_full_attention(sliding_windows)
+    heads = parts.heads.restrict_to_full_attention(sliding_windows)
+    inner = unwrap_head_budgets(parts.heads)
+    cut = unwrap_head_budgets(heads)
     alike = not inner.needs_layer_index and inner.get_segment_limits() is None
     remedy = "they differ by layer, and some layers have sliding windows: write a method "
     remedy += (

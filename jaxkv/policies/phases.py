@@ -1,8 +1,7 @@
 """Phases of a policy: `KeepAll` or `Select` for a prompt's entries; then `Append`, `Evict` or `Recompress`."""
 
-import dataclasses
-
 from jaxkv._checks import ENDLESS, require_instance, validate_bool, validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.checks import EntryBudget, Kept, parse_budget
 from jaxkv.policies.head_budgets import (
@@ -19,7 +18,7 @@ from jaxkv.policies.rank import ByNewScores, Rank, check_eviction_rank
 from jaxkv.policies.scorer import Scorer, check_scorer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KeepAll:
     """Selection that keeps every entry of a prompt: its scorer has no needs, and is not called."""
 
@@ -33,7 +32,7 @@ class KeepAll:
     nested = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Select:
     """Selection of a prompt's entries by scores, under a budget that is divided among layers and kv heads.
 
@@ -75,7 +74,9 @@ class Select:
 
     def _check_entry_count(self) -> None:
         """Raise ValueError for selection fields that exclude one another, or a budget below sinks + window."""
-        budget, layers, heads = self.budget, self.layers, self.heads
+        budget = self.budget
+        layers = self.layers
+        heads = self.heads
         remedy = "give entries per head or a ratio; FullKV keeps every entry"
         if layers.sets_entry_count:
             remedy = f"{layers} sets the number of kept entries: leave it out"
@@ -83,7 +84,8 @@ class Select:
         remedy = "head budgets with limits are layer budgets, too: give the same value as layers"
         require(heads.get_segment_limits() is None or layers == heads, "heads", heads, remedy)
         if isinstance(budget, EntryBudget):
-            first, last = self.keep.sinks, self.keep.window
+            first = self.keep.sinks
+            last = self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
             require(budget.value >= first + last, "budget", budget, remedy)
         remedy = f"layer budgets by last queries need a scorer with queries, not {self.scorer}: "
@@ -98,10 +100,8 @@ class Select:
             remedy,
         )
         remedy = f"{layers} sets the number of kept entries: give UniformLayers() or GlobalLayers()"
-        threshold, free = (
-            get_score_threshold(heads),
-            layers.uses_joint_budget or not layers.depends_on_scores,
-        )
+        threshold = get_score_threshold(heads)
+        free = layers.uses_joint_budget or not layers.depends_on_scores
         require(threshold is None or free, "threshold", threshold, remedy)
         remedy = "heads need one set of positions: use SharedHeads()"
         require(not self.nested or heads_share_positions(heads), "nested", self.nested, remedy)
@@ -112,7 +112,7 @@ class Select:
         require(equal, "merge", self.merge, remedy)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Append:
     """Phase after the prompt that appends new entries to the kept ones and evicts none."""
 
@@ -120,7 +120,7 @@ class Append:
         """Do nothing: appending can follow any selection, so that no error is raised."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Evict:
     """Phase after the prompt that evicts the entry of lowest `rank`, a `Rank`, for every new entry beyond the budget.
 
@@ -145,7 +145,7 @@ class Evict:
         require(fits, "merge", select.merge, "it merges in prompts only: give Merge(), or None")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Recompress:
     """Phase that compresses the cache, prompt and answer together, after every `every` new tokens.
 
@@ -165,7 +165,8 @@ class Recompress:
 
     def require_fits_selection(self, select: Select) -> None:
         """Raise ValueError if, to recompress, the selection's scorer needs inputs that no cache holds."""
-        scorer, anew = select.scorer, isinstance(self.rank, ByNewScores)
+        scorer = select.scorer
+        anew = isinstance(self.rank, ByNewScores)
         needs = scorer.needs
         once = anew and bool(needs.replay or needs.gate or scorer.has_first_stage)
         remedy = f"{scorer} needs inputs of the prompt that no cache holds: leave it out"

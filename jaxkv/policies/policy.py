@@ -11,6 +11,7 @@ from jaxkv._checks import (
     to_float_or_none,
     validate_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import (
@@ -35,7 +36,7 @@ from jaxkv.policies.scorer import Scorer
 Part = TypeVar("Part")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Policy:
     """Base of all policies, with budget, protected spans, recompression, merger and store; subclasses build `Parts`.
 
@@ -188,7 +189,7 @@ class Policy:
         return self
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BudgetMethod(Policy):
     """Base class of policies with a scorer of class `scored_by` and, by default, 1024 entries per kv head and layer."""
 
@@ -216,7 +217,7 @@ class BudgetMethod(Policy):
         return self.compose_with_scorer()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CustomPolicy(Policy):
     """Policy composed by hand from parts: `CustomPolicy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
 

@@ -1,6 +1,5 @@
 """Ranks, by which entries are evicted while decoding, and their base `Rank`."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxkv._checks import (
     validate_field,
     validate_float,
 )
+from jaxkv._dataclasses import frozen_dataclass
 
 
 class Rank:
@@ -76,7 +76,7 @@ class Rank:
         return score
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ByAttention(Rank):
     """Rank by received attention, summed with a decay, divided by age if `mean`: the entry with the least is evicted.
 
@@ -107,7 +107,7 @@ class ByAttention(Rank):
         return score / jnp.maximum(age, 1).astype(jnp.float32) if self.mean else score
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ByAge(Rank):
     """Rank by age: the oldest entry is evicted."""
 
@@ -121,7 +121,7 @@ class ByAge(Rank):
         return -age.astype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ByNewScores(Rank):
     """Rank without stored scores: the scorer computes all scores again at each compression."""
 

@@ -18,6 +18,7 @@ from jaxkv._checks import (
     validate_non_empty_tuple,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.checks import Budget, EntryBudget, Kept, ShareBudget, parse_budget
@@ -52,7 +53,7 @@ class QueryWeighting(enum.Enum):
         return base ** np.arange(window, dtype=np.float32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerReadConfig:
     """Static config of the entries that each layer attends to while decoding, and of offloaded layers.
 
@@ -111,7 +112,8 @@ class LayerReadConfig:
         """
         if not any(sliding_windows):
             return self
-        index, sources = list_full_attention_layers(sliding_windows), [WHOLE] * len(sliding_windows)
+        index = list_full_attention_layers(sliding_windows)
+        sources = [WHOLE] * len(sliding_windows)
         for layer, source in zip(index, self.sources, strict=True):
             sources[layer] = source if source == WHOLE else index[source]
         filters, offloaded = (
@@ -228,7 +230,7 @@ class AttentionReads:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ReadAll(AttentionReads):
     """Reads in which every layer attends to every kept entry.
 
@@ -277,7 +279,7 @@ def parse_token_budget(given: Any, least: int) -> EntryBudget | ShareBudget:
     return budget
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FilteredReads(AttentionReads):
     """OmniKV's reads: filter layers choose, for every new token, the tokens that the layers above them attend to.
 
@@ -319,14 +321,16 @@ class FilteredReads(AttentionReads):
         validate_optional_field(
             self, "prefill_ratio", validate_float, remedy, high=1e9, open_low=True
         )
-        generated, offload = self.include_generated, self.offload
+        generated = self.include_generated
+        offload = self.offload
         remedy = "entries after the prompt are on the device and always used: leave one out"
         require(not (generated and offload), "include_generated", generated, remedy)
         self._check_mem_or_budget()
 
     def _check_mem_or_budget(self) -> None:
         """Raise ValueError unless at most one of `mem` and the budget is given; store the checked or default budget."""
-        mem, budget = self.mem, self.budget
+        mem = self.mem
+        budget = self.budget
         remedy = f"it determines the budget, and budget={budget!r} is set: give one of them"
         require(None in (mem, budget), "mem", mem, remedy)
         remedy = "give the share of the cache on the device, in (0, 1]"
@@ -365,12 +369,14 @@ class FilteredReads(AttentionReads):
         Raises:
             ValueError: naming `filter_layers` or `mem`.
         """
-        filters, sliding_windows = self._required_filter_layers, config.sliding_windows
+        filters = self._required_filter_layers
+        sliding_windows = config.sliding_windows
         index = list_full_attention_layers(sliding_windows)
         named = ", ".join(map(str, index))
         remedy = f"only layers {named} of this model attend to the whole prompt: choose among them"
         require(set(filters) <= set(index), "filter_layers", filters, remedy)
-        mine, layers = self.restrict_to_full_attention(sliding_windows), len(index)
+        mine = self.restrict_to_full_attention(sliding_windows)
+        layers = len(index)
         remedy = "no layer is left to use their choice: all that attend to the whole prompt use every entry, with "
         remedy += f"adjacent={self.adjacent}: {named}"
         require(len(mine.list_unfiltered_layers(layers)) < layers, "filter_layers", filters, remedy)
@@ -413,10 +419,8 @@ class FilteredReads(AttentionReads):
                 self.budget, ShareBudget
             )  # `mem` is None, so the budget is set; a budget in tokens does not come here.
             return Fraction(repr(self.budget.value))
-        whole, mem = (
-            Fraction(len(self.list_unfiltered_layers(layers)), layers),
-            Fraction(repr(self.mem)),
-        )
+        whole = Fraction(len(self.list_unfiltered_layers(layers)), layers)
+        mem = Fraction(repr(self.mem))
         remedy = f"layers that use every entry hold {float(whole):.4g} of the cache: give more, or lower filter layers"
         require(mem > whole, "mem", self.mem, remedy)
         return (mem - whole) / (1 - whole)
@@ -453,7 +457,8 @@ class FilteredReads(AttentionReads):
         self, layers: int, padded_len: int, *, every_entry: bool
     ) -> LayerReadConfig:
         """Return `LayerReadConfig`: filter layers, the layers that use their choices, and offloaded layers."""
-        filters, whole = self._required_filter_layers, self.list_unfiltered_layers(layers)
+        filters = self._required_filter_layers
+        whole = self.list_unfiltered_layers(layers)
         return LayerReadConfig(
             filters=filters,
             sources=map_layers_to_filters(filters, self.adjacent, layers),
@@ -468,7 +473,7 @@ class FilteredReads(AttentionReads):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OffloadedReads(AttentionReads):
     """BrutalOffload's reads: every layer attends to every entry; upper layers load their entries from host memory.
 
@@ -506,10 +511,8 @@ class OffloadedReads(AttentionReads):
 
 def require_fewer_layers(name: str, layers: int, config: ModelConfig) -> None:
     """Raise ValueError unless `layers` is below the model's number of layers without a sliding window."""
-    whole, beside = (
-        config.sliding_windows.count(None),
-        " without a sliding window" * any(config.sliding_windows),
-    )
+    whole = config.sliding_windows.count(None)
+    beside = " without a sliding window" * any(config.sliding_windows)
     require(layers < whole, name, layers, f"the model has {whole} layers{beside}: give fewer")
 
 

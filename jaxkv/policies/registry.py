@@ -100,7 +100,8 @@ def parse_field_descriptions(cls: type[Any]) -> dict[str, str]:
             if line and not line.startswith(" "):
                 break
             if match := re.fullmatch(r"    (\w+): (.*)", line):
-                name, about[match[1]] = match[1], match[2]
+                name = match[1]
+                about[match[1]] = match[2]
             elif name and line.strip():
                 about[name] += " " + line.strip()
     return about

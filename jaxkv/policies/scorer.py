@@ -20,6 +20,7 @@ from jaxkv._checks import (
     validate_field,
     validate_int,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation, LogitShaping
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.gates import Gate
@@ -37,7 +38,7 @@ class GroupReduce(enum.Enum):
     MAX = "max"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FutureQuerySettings:
     """Config of `QueryMoments`: skipped first tokens, positions after the text for RoPE, covariance or mean only.
 
@@ -57,7 +58,7 @@ class FutureQuerySettings:
         validate_field(self, "covariance", validate_bool)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PromptReplay:
     """Config of KVzip's second pass over the prompt, on its full cache: chunk, sink and tail sizes, texts, weighting.
 
@@ -101,7 +102,7 @@ class PromptReplay:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QueryMoments:
     """Pytree of each query head's query mean and optional covariance, float32, with RoPE of positions after the text.
 
@@ -114,7 +115,7 @@ class QueryMoments:
     covariance: Float[Array, "B K G D D"] | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BlockAttention:
     """Config of non-causal attention within blocks of a prompt; scorers receive its sum for each key.
 
@@ -141,7 +142,7 @@ class BlockAttention:
         return self.size if self.zeros else min(self.size, max(1, padded_len - self.first))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Needs:
     """Inputs that a scorer needs in addition to keys and values; `ScorerInputs` has each under the same name.
 
@@ -204,7 +205,7 @@ class ExtraInputs(TypedDict, total=False):
     ],
     meta_fields=["softcap", "implementation", "axes", "group_axes"],
 )
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ScorerInputs:
     """Pytree input of `Scorer.score_entries`: one layer of right-padded prompts, with the inputs of `Needs`.
 

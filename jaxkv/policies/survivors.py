@@ -45,7 +45,9 @@ def mask_surviving_candidates(
     # later layers is therefore an upper bound, and entries beyond it are never kept. Always-kept entries are no
     # candidates. The numbers sum to at most `headroom`: they are shares of it, guaranteed entries included.
     heads = remove_score_threshold(heads)
-    own, batch, candidates = get_competing_budgets(heads), len(rows.scores), rows.candidates
+    own = get_competing_budgets(heads)
+    batch = len(rows.scores)
+    candidates = rows.candidates
     assert own is not None
     keys = rows.sort_keys
     if isinstance(own, AdaptiveHeads):

@@ -1,8 +1,5 @@
 """Trained gates of the literature, KVzap's and Fast KVzip's: their files and their scores of entries."""
 
-import dataclasses
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,20 +7,16 @@ import safetensors.numpy
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.of_model import NamedTensors
 
-_NAMES = ("q", "q_bias", "k", "q_norm", "k_norm", "base", "bias")
 _EPSILON = 1e-6
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "bias", "inner", "inner_bias"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@jax.tree_util.register_dataclass
+@frozen_dataclass
 class KVzapWeights:
     """Weights of one layer of KVzap's gate: a linear map to K scores, after an optional hidden layer `inner`.
 
@@ -36,7 +29,7 @@ class KVzapWeights:
     inner_bias: Shaped[Array | np.ndarray, " W"] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVzapGate(Gate):
     """KVzap's gate: scores from each layer's normed hidden state, by one linear map or two with a GELU between.
 
@@ -54,10 +47,8 @@ class KVzapGate(Gate):
             return KVzapWeights(weight=weight, bias=found.pop_tensor("bias", len(weight)))
         inner = found.pop_tensor("0.weight", None, None)
         weight = found.pop_tensor("2.weight", None, len(inner))
-        bias, inner_bias = (
-            found.pop_tensor("2.bias", len(weight)),
-            found.pop_tensor("0.bias", len(inner)),
-        )
+        bias = found.pop_tensor("2.bias", len(weight))
+        inner_bias = found.pop_tensor("0.bias", len(inner))
         return KVzapWeights(weight=weight, bias=bias, inner=inner, inner_bias=inner_bias)
 
     @classmethod
@@ -94,8 +85,8 @@ class KVzapGate(Gate):
         return exact_einsum("bsw,kw->bks", x, weights.weight) + weights.bias[:, None]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=_NAMES, meta_fields=[])
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@jax.tree_util.register_dataclass
+@frozen_dataclass
 class FastKVzipWeights:
     """Weights of a layer of Fast KVzip's gate: per kv head W query maps, a key map, N base keys, biases; two norms."""
 
@@ -108,7 +99,7 @@ class FastKVzipWeights:
     bias: Shaped[Array | np.ndarray, "K W"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FastKVzipGate(Gate):
     """Fast KVzip's gate: softmax share of a token's own key among learned base keys, mean over learned query maps.
 
@@ -147,7 +138,8 @@ class FastKVzipGate(Gate):
         self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]
     ) -> Float[Array, "B K S"]:
         """Return scores `[B, K, S]` in [0, 1]: the own key's softmax share among base keys, mean over query maps."""
-        x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
+        x = hidden.astype(jnp.float32)
+        divisor = weights.base.shape[2] ** 0.5
         q = exact_einsum("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
         q = _apply_rms_norm(q, weights.q_norm)
         k = _apply_rms_norm(exact_einsum("bse,kce->bksc", x, weights.k), weights.k_norm)

@@ -1,13 +1,12 @@
 """Scorers for prompts compressed before the question is known: they do not follow the prompt's last queries."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import validate_bool, validate_field, validate_float, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention.columns import average_over_queries
 from jaxkv.attention.xla import compute_logit_divisor, exact_einsum
@@ -32,7 +31,7 @@ from jaxkv.sharding.collectives import average_over_devices, max_over_devices, s
 _BLOCK = 512
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KeyDifference(Scorer):
     """KeyDiff's scorer: minus the cosine between an entry's key and the mean of the head's normalised keys.
 
@@ -49,7 +48,7 @@ class KeyDifference(Scorer):
         return -(mine * normalise_vectors(mean, 1e-12)[:, :, None]).sum(axis=-1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FutureAttention(Scorer):
     """ExpectedAttention's scorer: attention expected from queries after the text, by default times the value's norm.
 
@@ -111,7 +110,8 @@ def _compute_expected_logits(
     k: Float[Array, "B K S D"], moments: QueryMoments
 ) -> Float[Array, "B K G S"]:
     """Return log E[exp(q.k / sqrt(D))] `[B, K, G, S]` for normal queries q; without covariance, mean query's logits."""
-    (batch, heads, padded_len, dim), group = k.shape, moments.mean.shape[2]
+    batch, heads, padded_len, dim = k.shape
+    group = moments.mean.shape[2]
     size = min(_BLOCK, padded_len)
     padded = jnp.pad(k, ((0, 0), (0, 0), (0, -padded_len % size), (0, 0)))
 
@@ -127,7 +127,7 @@ def _compute_expected_logits(
     return jnp.moveaxis(blocks, 0, 3).reshape(batch, heads, group, -1)[..., :padded_len]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class WorstAttention(Scorer):
     """DefensiveKV's scorer: largest attention of any window query to an entry, times its share of heads' value norms.
 
@@ -172,7 +172,8 @@ class WorstAttention(Scorer):
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: largest pooled window attention, at least its mean, times value norm shares."""
-        pool, index = AvgPool(self.kernel), seen.entry_positions
+        pool = AvgPool(self.kernel)
+        index = seen.entry_positions
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             before = index < position[-1] + 1 - self.window
@@ -195,7 +196,8 @@ class WorstAttention(Scorer):
 
     def rank_first_stage(self, seen: ScorerInputs) -> Int[Array, "B K S"]:
         """Return int32 ranks `[B, K, S]` of the first stage's entries, 0 for most attention; S for other entries."""
-        padded_len, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
+        padded_len = seen.k.shape[2]
+        before = (seen.length - self.window)[:, None, None]
         column = seen.entry_positions
         mean = seen.reduce_window_attention(lambda p, at: average_over_queries(p, at).mean(axis=0))
         paid = average_over_devices(mean, "G", seen.group_axes)
@@ -203,10 +205,12 @@ class WorstAttention(Scorer):
         total = paid.sum(axis=-1, keepdims=True)
         order = jnp.argsort(jnp.where(column < before, -paid, jnp.inf), axis=-1, stable=True)
         if self.stage == "mass":
-            wanted, reached = total - 0.1, 1
+            wanted = total - 0.1
+            reached = 1
         else:
             near = jnp.where(column >= before - self.window, paid, 0.0).sum(axis=-1).mean(axis=1)
-            wanted, reached = 0.9 - average_over_devices(near, "K", seen.axes)[:, None, None], 0
+            wanted = 0.9 - average_over_devices(near, "K", seen.axes)[:, None, None]
+            reached = 0
             paid = paid / jnp.where(total > 0, total, 1.0)
         sums = jnp.cumsum(jnp.take_along_axis(paid, order, axis=-1), axis=-1)
         short = (sums < wanted).sum(axis=-1, keepdims=True, dtype=jnp.int32)
@@ -215,7 +219,7 @@ class WorstAttention(Scorer):
         return jnp.where(rank < count, rank, padded_len)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PositionScores(Scorer):
     """Scorer by position: later entries score higher, so that the most recent ones are kept."""
 
@@ -229,7 +233,7 @@ class PositionScores(Scorer):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KeyNorm(Scorer):
     """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
@@ -238,7 +242,7 @@ class KeyNorm(Scorer):
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class UniformRandomScores(Scorer):
     """Scorer by uniform random numbers per layer, kv head and position; independent of batch and padding."""
 
@@ -259,7 +263,7 @@ class UniformRandomScores(Scorer):
         return jnp.broadcast_to(samples.T, (batch, heads, padded_len))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GateRank(Rank):
     """Rank by the gate's score of each entry when it was added, in prompt or answer; attention does not change it.
 
@@ -270,7 +274,7 @@ class GateRank(Rank):
     gate: Gate
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GateScores(Scorer):
     """KVzap's scorer, base of Fast KVzip's: a trained gate scores each entry from its token's hidden state.
 

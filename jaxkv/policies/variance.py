@@ -18,6 +18,7 @@ from jaxkv._checks import (
     validate_float,
     validate_int,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.layer_budgets import (
@@ -55,7 +56,7 @@ class VarianceWeighting(enum.Enum):
     UNIFORM = "uniform"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class VarianceLayers(LayerBudgets):
     """D2O's layer budgets: layers whose attention is spread more evenly over keys get more entries; exact sum.
 
@@ -87,10 +88,8 @@ class VarianceLayers(LayerBudgets):
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "VarianceLayers":
         """Return D2O's budgets, `dense_layers` counted in full-attention layers; ValueError for any other."""
         named = np.flatnonzero(mask_dense_layers(self.dense_layers, len(sliding_windows))).tolist()
-        index, found = (
-            list_full_attention_layers(sliding_windows),
-            [layer for layer in named if sliding_windows[layer] is not None],
-        )
+        index = list_full_attention_layers(sliding_windows)
+        found = [layer for layer in named if sliding_windows[layer] is not None]
         remedy = f"layers {found} have sliding windows and hold no more: choose from {', '.join(map(str, index))}"
         require(not found, "dense_layers", self.dense_layers, remedy)
         return dataclasses.replace(self, dense_layers=tuple(index.index(layer) for layer in named))
@@ -99,7 +98,8 @@ class VarianceLayers(LayerBudgets):
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K G"]:
         """Return, for each query head `[B, K, G]`, the variance over keys of the attention that keys receive."""
-        sums, length = seen.sums, seen.length
+        sums = seen.sums
+        length = seen.length
         batch, heads, group, padded_len = sums.shape
         received = sums.reshape(batch, heads * group, padded_len)
         inside = seen.mask_entries_between()
@@ -112,7 +112,8 @@ class VarianceLayers(LayerBudgets):
         """Return a layer's statistic F `[B]`: its heads' mean variance; HEADNORM scales variances to [0, 1] first."""
         variance = heads
         if self.statistic is VarianceWeighting.HEADNORM:
-            least, most = variance.min(axis=-1, keepdims=True), variance.max(axis=-1, keepdims=True)
+            least = variance.min(axis=-1, keepdims=True)
+            most = variance.max(axis=-1, keepdims=True)
             variance = (variance - least) / (most - least + 1e-6)
         return variance.mean(axis=-1)
 
@@ -236,7 +237,7 @@ def _scale_to_total(layer_weights: Reals, total: Counts, least: Counts, most: Co
     return xp.where(reach.sum(axis=0) <= total, reach + xp.where(alive, 0.0, over), lifted(high))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OfficialVarianceLayers(VarianceLayers):
     """D2O's layer budgets as in its published code: dense layers keep whole prompts beyond the budget; sizes truncated.
 
@@ -268,7 +269,8 @@ class OfficialVarianceLayers(VarianceLayers):
         Returns:
             Both tables, truncated; they sum to the prompt's length in layers that evict nothing.
         """
-        xp, layers = select_array_module(stat), len(stat)
+        xp = select_array_module(stat)
+        layers = len(stat)
         rho = budget.astype(xp.float64) / xp.maximum(1, length).astype(xp.float64)
         layer_weights = xp.exp(-(stat - stat.min(axis=0)))
         ratio = xp.clip(layer_weights / layer_weights.sum(axis=0) * layers * rho, 0.01, 1.0)

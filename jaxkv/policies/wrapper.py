@@ -5,6 +5,7 @@ import functools
 from typing import ClassVar
 
 from jaxkv._checks import is_strictly_equal
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.checks import Budget, get_store_class
 from jaxkv.policies.head_budgets import (
@@ -35,7 +36,7 @@ def reject_conflicting_fields(
         require(same, name, mine, remedy.format(its))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _DerivedPolicy(Policy):
     """Base class of policies built on another policy, `base`."""
 
@@ -54,7 +55,7 @@ class _DerivedPolicy(Policy):
         return self if its is self.base_policy else dataclasses.replace(self, base=its)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PolicyWrapper(_DerivedPolicy):
     """Base class of policies built on another policy, `base`: `replace_base_parts` replaces some of its parts.
 
@@ -141,7 +142,7 @@ class PolicyWrapper(_DerivedPolicy):
         return self.replace_base_parts(self.base_policy.composed)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SparseReadPolicy(_DerivedPolicy):
     """Base class of policies that attend to few entries per token, of all entries or of those that `base` keeps.
 

@@ -43,11 +43,14 @@ def find_logical_axes(value: Any, hint: Any, path: tuple[Any, ...]) -> str | Non
     for key in path:
         if isinstance(key, GetAttrKey):
             kind: Any = type(value)
-            hint, value = resolve_annotations(kind).get(key.name), getattr(value, key.name)
+            hint = resolve_annotations(kind).get(key.name)
+            value = getattr(value, key.name)
         elif isinstance(key, SequenceKey):
-            hint, value = _get_tuple_item_annotation(hint, key.idx), value[key.idx]
+            hint = _get_tuple_item_annotation(hint, key.idx)
+            value = value[key.idx]
         elif isinstance(key, DictKey) and typing.is_typeddict(hint):
-            hint, value = resolve_annotations(hint).get(key.key), value[key.key]
+            hint = resolve_annotations(hint).get(key.key)
+            value = value[key.key]
         else:
             # Keys of other kinds lead to leaves without logical axes.
             return None

@@ -1,6 +1,5 @@
 """`ShardingMesh` of a mesh, and the placement of arrays on it by their logical axes."""
 
-import dataclasses
 import functools
 import math
 import typing
@@ -14,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.sharding.logical_axes import find_logical_axes, list_logical_axes, require_logical_axes
 
@@ -33,7 +33,7 @@ LETTERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ShardingMesh:
     """Wrapper of a mesh with axes data, kv and rep, which shards arrays by logical axes; a hashable static argument.
 
@@ -84,7 +84,8 @@ class ShardingMesh:
 
 def _unpickle_mesh(platform: str, ids: list[Any]) -> ShardingMesh:
     """Return the `ShardingMesh` of a platform and device ids from a pickle; ValueError if a device is missing."""
-    there, names = {device.id: device for device in jax.devices(platform)}, np.asarray(ids)
+    there = {device.id: device for device in jax.devices(platform)}
+    names = np.asarray(ids)
     gone = sorted(set(names.ravel().tolist()) - set(there))
     remedy = (
         f"this process has {len(there)} of {platform}: save the cache, and load it with "

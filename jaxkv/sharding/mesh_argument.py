@@ -10,7 +10,8 @@ from jaxkv._errors import require
 from jaxkv.machine.cpu_threads import compute_needed_threads
 
 # XLA can deadlock when all of a few CPU devices are used; with very many devices it crashes.
-_LEAST, _MOST = 8, 1024
+_LEAST = 8
+_MOST = 1024
 
 
 def parse_mesh_sizes(given: str, name: str) -> tuple[int, int]:

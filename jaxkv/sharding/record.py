@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Primitive, Var
 
+from jaxkv._dataclasses import frozen_dataclass
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@frozen_dataclass
 class RecordedCall:
     """Recorded call of a compiled program: abstract arguments and results, the traced program, and other live bytes.
 
@@ -54,8 +56,10 @@ class ProgramRecorder:
 
     def __init__(self, sharding: Any):
         """Create an empty recorder; `sharding` is given to the arrays of programs that run without a mesh."""
-        self.calls, self.resident = list[RecordedCall](), list[set[int]]()
-        self._sharding, self._known = sharding, dict[Any, RecordedCall]()
+        self.calls = list[RecordedCall]()
+        self.resident = list[set[int]]()
+        self._sharding = sharding
+        self._known = dict[Any, RecordedCall]()
         # References keep equations with unused results from being dropped.
         self._results = list[list[Any]]()
 
@@ -71,7 +75,8 @@ class ProgramRecorder:
                 program, jax.tree.unflatten(tree, shapes), options
             )
         call = self._known[known]
-        placed, (leaves, result) = jax.tree.leaves(call.arguments), jax.tree.flatten(call.results)
+        placed = jax.tree.leaves(call.arguments)
+        leaves, result = jax.tree.flatten(call.results)
         # Abstract arrays among the arguments are resident arrays.
         flags = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given]
         arrays = [leaf for leaf, fixed in zip(given, flags, strict=True) if not fixed]
@@ -139,7 +144,8 @@ def count_device_bytes(tree: Any) -> int:
 
 def _count_array_bytes(leaf: Any) -> int:
     """Return the bytes of an array; for an abstract array with a sharding, those of one device's shard."""
-    sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
+    sharding = getattr(leaf, "sharding", None)
+    shape = tuple(leaf.shape)
     shape = (
         sharding.shard_shape(shape)
         if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is not None
@@ -160,7 +166,9 @@ def _make_abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _list_other_live_bytes(outer: Jaxpr) -> list[int]:
     """Return, per recorded call of a traced function, bytes on a device of live arrays not passed to it."""
-    steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
+    steps = list(outer.eqns)
+    last = dict[Any, int]()
+    sizes = dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}
         if step.primitive is _called:
@@ -169,7 +177,8 @@ def _list_other_live_bytes(outer: Jaxpr) -> list[int]:
                 if isinstance(var, Var):
                     sizes.setdefault(var, size)
     last |= {var: len(steps) for var in outer.outvars if isinstance(var, Var)}
-    live, found = {var for var in outer.invars if var in last}, list[int]()
+    live = {var for var in outer.invars if var in last}
+    found = list[int]()
     for at, step in enumerate(steps):
         if step.primitive is _called:
             found.append(

@@ -64,10 +64,12 @@ def move_cache_to_mesh(cache: KVCache, axes: ShardingMesh | None) -> KVCache:
 
 def _compute_pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
     """Return new pools' rows per device: EQUAL segments keep their size, others fit the fullest device."""
-    layout, capacity = cache.layout, get_device_capacity(cache.policy.composed.heads)
+    layout = cache.layout
+    capacity = get_device_capacity(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape
-    mine, out = heads // kv_shards, list[int]()
+    mine = heads // kv_shards
+    out = list[int]()
     for pool, part in zip(cache.pools, layout.slice_layers_by_pool(layers), strict=True):
         if layout is SegmentLayout.EQUAL:
             out.append(mine * (pool.row_count // heads))

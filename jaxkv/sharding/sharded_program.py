@@ -38,7 +38,10 @@ class ShardedProgram:
         on: str,
         compiler: dict[str, str],
     ):
-        self._fn, self._static, self._given, self._on = fn, static, donate, on
+        self._fn = fn
+        self._static = static
+        self._given = donate
+        self._on = on
         self._signature = inspect.signature(fn)
         self._nested: Any = jax.jit(fn, static_argnames=static) if compiler else None
         self._plain: Any = jax.jit(
@@ -73,7 +76,8 @@ class ShardedProgram:
         self, *args: Any, **options: Any
     ) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
         """Return a call for export: function of flat arrays, list (path, logical axes, array), donated array count."""
-        axes, hints = self._get_call_mesh(options), resolve_annotations(self._fn)
+        axes = self._get_call_mesh(options)
+        hints = resolve_annotations(self._fn)
         *sides, static = self._bind_arguments(None, args, options)
         paths, tree = jax.tree_util.tree_flatten_with_path(sides)
         arrays = []
@@ -96,7 +100,8 @@ class ShardedProgram:
         self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any
     ) -> tuple[Any, ...]:
         """Return a tuple of abstract arguments with shardings by logical axes; without a mesh, with `sharding`."""
-        axes, hints = self._get_call_mesh(options), resolve_annotations(self._fn)
+        axes = self._get_call_mesh(options)
+        hints = resolve_annotations(self._fn)
         if axes is None:
             return jax.tree.map(
                 lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args
@@ -140,8 +145,10 @@ class ShardedProgram:
         """Return three dicts: donated arrays and other arrays, both placed on `axes`; mesh, specs, statics."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
-        hints, statics = resolve_annotations(self._fn), []
-        given, rest = dict[str, Any](), dict[str, Any]()
+        hints = resolve_annotations(self._fn)
+        statics = []
+        given = dict[str, Any]()
+        rest = dict[str, Any]()
         for name, value in bound.arguments.items():
             if name in self._static:
                 statics.append((name, value))

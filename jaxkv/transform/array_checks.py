@@ -12,7 +12,8 @@ from jaxkv._errors import require
 
 def validate_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
     """Return a layer's keys and values `[B, K, S, D]` as JAX arrays; ValueError for wrong shapes or dtypes."""
-    k, v = jnp.asarray(k), jnp.asarray(v)
+    k = jnp.asarray(k)
+    v = jnp.asarray(v)
     for field, rows in (("k", k), ("v", v)):
         require(
             rows.ndim == 4,
@@ -59,7 +60,8 @@ def group_query_heads(
     `field` is the argument's name for errors; `rows` are the keys.
     """
     q = jnp.asarray(q)
-    dim, shape = rows.shape[-1], list(q.shape)
+    dim = rows.shape[-1]
+    shape = list(q.shape)
     require(
         q.ndim == 4,
         field,

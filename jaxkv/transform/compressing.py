@@ -181,7 +181,8 @@ def compress_layers(
         _LayerInputs(k, v, q, width, sinks, softcap)
         for k, v, q, width, sinks in zip(*every, strict=True)
     ]
-    parts, widths = _validate_policy(policy).composed, tuple(each.sliding_window for each in given)
+    parts = _validate_policy(policy).composed
+    widths = tuple(each.sliding_window for each in given)
     if any(widths):
         parts.require_fits_sliding_windows(widths)
     return _compress_layer_inputs(given, parts, length, headroom, key, first=0, layers=layers)
@@ -210,7 +211,8 @@ def _tabulate_entry_counts(
     parts: Parts, sliding_windows: SlidingWindows, padded_len: int, headroom: int
 ) -> tuple[tuple[int, ...], EntryCounts]:
     """Return pools' capacities in entries per kv head, headroom included, and `EntryCounts` of lengths 0 to S."""
-    lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
+    lengths = np.arange(1, padded_len + 1)
+    layers = sliding_windows.count(None)
     # Entries within a sliding window are kept by every policy.
     kept = compute_entry_counts(
         parts if layers else Parts(), lengths, sliding_windows, strict=False
@@ -259,7 +261,9 @@ class _ArrayLayerSource(PromptEntrySource):
         layers: int,
     ):
         """Validate lengths and the first layer's keys and values; look up entry counts for these lengths."""
-        self.given, self.key, self.first = given, key, first
+        self.given = given
+        self.key = key
+        self.first = first
         self.query_buffers = list[Array]()
         self.like = validate_keys_values(given[0].k, given[0].v)[0]
         batch, heads, padded_len, _ = self.like.shape
@@ -290,7 +294,9 @@ class _ArrayLayerSource(PromptEntrySource):
 
     def get_layer_candidates(self, index: int) -> Candidates:
         """Return a layer's validated `Candidates`, unscored if scores are unused; hold its entries and last queries."""
-        parts, given, like = self.parts, self.given[index - self.first], self.like
+        parts = self.parts
+        given = self.given[index - self.first]
+        like = self.like
         k, v = validate_keys_values(given.k, given.v)
         require(
             k.shape == like.shape and k.dtype == like.dtype,
@@ -318,9 +324,13 @@ class _ArrayLayerSource(PromptEntrySource):
         self, index: int, scorer: Scorer, k: Array, v: Array
     ) -> ScorerInputs:
         """Return one layer's `ScorerInputs`: keys, values, and, if needed, last queries and attention sums."""
-        queries, length, (batch, heads, padded_len, _) = scorer.needs.queries, self.length, k.shape
+        queries = scorer.needs.queries
+        length = self.length
+        batch, heads, padded_len, _ = k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-        given, sinks, extras = self.given[index - self.first], None, ExtraInputs()
+        given = self.given[index - self.first]
+        sinks = None
+        extras = ExtraInputs()
         if queries or self.parts.needs.sums:
             q = _validate_layer_queries(given.queries, k, self.parts)
             sinks = group_sink_logits(given.sink_logits, heads, q.shape[2])
@@ -400,7 +410,8 @@ def _compress_layer_inputs(
     tables = SegmentTables(
         start=made.start, length=made.length, limit=limit, seen=given.length, state=state
     )
-    query_buffers, held = iter(given.query_buffers), list[SegmentTables]()
+    query_buffers = iter(given.query_buffers)
+    held = list[SegmentTables]()
     for layer, each in enumerate(layers_given):
         own = tables.select_layer_tables(jnp.asarray([layer]))
         if given.query_buffers and own.state is not None and each.sliding_window is None:
@@ -425,7 +436,8 @@ def _compress_layer_inputs(
 def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
     """Return the policy as an instance; ValueError if `compress` cannot run its budget, reads, store or inputs."""
     policy = resolve_policy(given)
-    name, parts = type(policy).__name__, policy.composed
+    name = type(policy).__name__
+    parts = policy.composed
     for unsupported, remedy in (
         (
             isinstance(parts.budget, ByteBudget),
@@ -457,7 +469,9 @@ def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
 
 def _validate_layer_queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     """Return a layer's queries as `[B, K, G, w, D]`; ValueError if missing, unfit for keys, or of too few tokens."""
-    padded_len, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
+    padded_len = k.shape[2]
+    name = type(parts.scorer).__name__
+    window = parts.needs.queries
     need = (
         "all S queries"
         if parts.needs.sums

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import format_non_default_fields, settled, validate_index
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.attention import LogitShaping
 from jaxkv.attention.steps import NewEntries
@@ -63,7 +64,7 @@ from jaxkv.transform.array_checks import (
     data_fields=["pools", "tables", "left_out", "shapings", "key"],
     meta_fields=["parts", "sliding_windows", "first", "padded_len"],
 )
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CompressedKV:
     """Immutable pytree of one or several layers' compressed entries, made by `compress`; `step` adds tokens.
 
@@ -91,7 +92,8 @@ class CompressedKV:
     padded_len: int
 
     def __repr__(self) -> str:
-        parts, layout = format_non_default_fields(self.parts), self.decode_config.layout.value
+        parts = format_non_default_fields(self.parts)
+        layout = self.decode_config.layout.value
         return f"CompressedKV({len(self.tables)} layers, {parts}, {layout})"
 
     @property
@@ -142,10 +144,8 @@ class CompressedKV:
         Returns:
             `i32[B]`, the headroom of each sequence.
         """
-        layer, sizes = (
-            validate_index("layer", layer, len(self.tables)),
-            [pool.row_count for pool in self.pools],
-        )
+        layer = validate_index("layer", layer, len(self.tables))
+        sizes = [pool.row_count for pool in self.pools]
         return self.decode_config.layout.compute_segment_headroom(
             self.segment_starts, self.length, sizes
         )[layer].min(axis=1)
@@ -267,8 +267,10 @@ class CompressedKV:
         """
         layer = validate_index("layer", layer, len(self.tables))
         self._require_append_only("attend")
-        pool, tables = self.get_layer_pool(layer), self.tables[layer]
-        start, length = tables.start[0], tables.length[0]
+        pool = self.get_layer_pool(layer)
+        tables = self.tables[layer]
+        start = tables.start[0]
+        length = tables.length[0]
         batch, heads = start.shape
         grouped = group_query_heads("q", q, batch, heads, pool.k)
         tokens = grouped.shape[3]
@@ -288,10 +290,8 @@ class CompressedKV:
             rows = self._view_layer_entries(
                 layer, pool, jnp.maximum(length - after[:, None], 0), grouped
             )
-            reach, attend = (
-                rows.get_attended_range(rows.length),
-                self.decode_config.backend.attend_to_segments,
-            )
+            reach = rows.get_attended_range(rows.length)
+            attend = self.decode_config.backend.attend_to_segments
             return attend(q, pool.store, reach, shaping=rows.shaping)[0]
 
         if tokens == 1:
@@ -307,7 +307,8 @@ class CompressedKV:
         k, v = validate_keys_values(k, v)
         tables = self.tables[layer]
         _, batch, heads = tables.start.shape
-        held, tokens = self.get_layer_pool(layer).k, k.shape[2]
+        held = self.get_layer_pool(layer).k
+        tokens = k.shape[2]
         fits = (*k.shape[:2], k.shape[3]) == (batch, heads, held.shape[2])
         remedy = f"wrong shape: give [B, K, N, D] = {[batch, heads, 'N', held.shape[2]]}"
         require(fits, "k", list(k.shape), remedy)
@@ -316,10 +317,8 @@ class CompressedKV:
         single = tokens == 1 or isinstance(self.parts.after, Append)
         remedy = "its policy evicts or recompresses after each token: give one token per call"
         require(single, "k", f"{tokens} tokens", remedy)
-        written, free = (
-            validate_token_counts("count", count, batch, tokens),
-            self.compute_remaining_headroom(layer),
-        )
+        written = validate_token_counts("count", count, batch, tokens)
+        free = self.compute_remaining_headroom(layer)
         if has_concrete_values(written, free):
             short = int(np.max(np.asarray(written) - np.asarray(free)))
             remedy = f"{short} more than the headroom: give jaxkv.compress a larger headroom"
@@ -332,17 +331,16 @@ class CompressedKV:
         """Return `NewEntries`: new tokens' keys, values, positions, segment ends, and counts within headroom."""
         tables = self.tables[layer]
         positions = tables.seen[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)
-        end, count = (
-            tables.start[0] + tables.length[0],
-            jnp.clip(self.compute_remaining_headroom(layer), 0, written),
-        )
+        end = tables.start[0] + tables.length[0]
+        count = jnp.clip(self.compute_remaining_headroom(layer), 0, written)
         return NewEntries(k=k, v=v, positions=positions, count=count, end=end)
 
     def _view_layer_entries(
         self, layer: int, pool: EntryPool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
     ) -> FullAttentionCacheLayer:
         """Return a layer's `FullAttentionCacheLayer`, a view of its entries; ValueError if q misfits sink logits."""
-        shaping, (_, heads, group, _, _) = self.shapings[layer], q.shape
+        shaping = self.shapings[layer]
+        _, heads, group, _, _ = q.shape
         sinks = shaping.sink_logits
         remedy = (
             f"the state has sink logits of {getattr(sinks, 'size', 0)} query heads: give as many"
@@ -357,7 +355,8 @@ class CompressedKV:
     ) -> "CompressedKV":
         """Return a state with a new pool in `layer`: length + `taken`, seen + `written`, left_out + the difference."""
         tables = self.tables[layer]
-        length, seen = tables.length + taken[:, None], tables.seen + written
+        length = tables.length + taken[:, None]
+        seen = tables.seen + written
         after = self._replace_layer_fields(layer, pool, length=length, seen=seen)
         left_out = self.left_out.at[layer].add(written - taken)
         return dataclasses.replace(after, left_out=left_out)
@@ -370,10 +369,12 @@ class CompressedKV:
         **of: Any,
     ) -> "CompressedKV":
         """Return the state with a layer's pool, fields of its policy state and fields of its tables replaced."""
-        tables, at = self.tables[layer], self.decode_config.layout.get_pool_index(layer)
+        tables = self.tables[layer]
+        at = self.decode_config.layout.get_pool_index(layer)
         if state and tables.state is not None:
             of["state"] = dataclasses.replace(tables.state, **state)
-        pools, every = [*self.pools], [*self.tables]
+        pools = [*self.pools]
+        every = [*self.tables]
         pools[at] = pools[at] if pool is None else pool
         every[layer] = dataclasses.replace(tables, **of)
         return dataclasses.replace(self, pools=tuple(pools), tables=tuple(every))
@@ -382,7 +383,8 @@ class CompressedKV:
         self, layer: int, attended: Float[Array, "B K"]
     ) -> "CompressedKV":
         """Return the state with the lowest-ranked entry evicted or merged in a layer's segments over their limits."""
-        pool, segments = self.get_layer_pool(layer), select_layer_segments(self.tables[layer], 0)
+        pool = self.get_layer_pool(layer)
+        segments = select_layer_segments(self.tables[layer], 0)
         how = EvictionConfig(terms=self.decode_config, heads=attended.shape[1], dtype=pool.dtype)
         pool, left = evict_entries(pool, segments, attended, how)
         tau = None if left.tau is None else left.tau[None]
@@ -409,9 +411,12 @@ class CompressedKV:
 
     def _recompress_due_sequences(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
         """Return the state with a layer recompressed in the sequences of mask `due`; other sequences are unchanged."""
-        held, parts, tables = StateLayerSource(self, layer), self.parts, self.tables[layer]
+        held = StateLayerSource(self, layer)
+        parts = self.parts
+        tables = self.tables[layer]
         made = run_generator(compress_layer_by_layer(held, parts, key=held.layer.key, due=due))
-        at, usual = self.first + layer, made.length
+        at = self.first + layer
+        usual = made.length
         if parts.heads.is_uniform:
             usual = jnp.broadcast_to(held.kept_entries[at : at + 1, :, None], usual.shape)
         of = (self.sliding_windows, slice(at, at + 1))
@@ -469,15 +474,16 @@ class StateLayerSource(LayerEntrySource):
 
     def __init__(self, held: CompressedKV, layer: int):
         """Compute how many entries each sequence keeps now, and collect the layer's pool, tables and query buffer."""
-        parts, pool, tables = held.parts, held.get_layer_pool(layer), held.tables[layer]
+        parts = held.parts
+        pool = held.get_layer_pool(layer)
+        tables = held.tables[layer]
         assert tables.state is not None and held.key is not None
-        query_buffers, at = tables.state.query_buffers, held.first + layer
-        self.indices, self.sliding_windows, self.size, self.parts = (
-            (at,),
-            held.sliding_windows,
-            pool.row_count,
-            parts,
-        )
+        query_buffers = tables.state.query_buffers
+        at = held.first + layer
+        self.indices = (at,)
+        self.sliding_windows = held.sliding_windows
+        self.size = pool.row_count
+        self.parts = parts
         self.kept_entries, self.recents = recount_entries_to_keep(
             parts, tables, held.sliding_windows
         )

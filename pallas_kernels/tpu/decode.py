@@ -17,7 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import _compat_tpu as tpu
 from pallas_kernels.tpu import codes
@@ -39,15 +39,15 @@ def supports_pool(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
 
 @partial(jax.jit, static_argnames=("softcap", "interpret"))
 def attend(
-    q: jax.Array,
+    q: Array,
     k: Rows,
     v: Rows,
-    start: jax.Array,
-    length: jax.Array,
+    start: Array,
+    length: Array,
     *,
     softcap: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Compute attention of R queries per kv head over its segment of a pool, on a TPU; return output, log-sum-exp.
 
     Args:
@@ -69,17 +69,17 @@ def attend(
 
 @partial(jax.jit, static_argnames=("softcap", "interpret"))
 def append_and_attend(
-    q: jax.Array,
+    q: Array,
     new: tuple[Rows, Rows],
     k: Rows,
     v: Rows,
-    start: jax.Array,
-    length: jax.Array,
-    counts: jax.Array,
+    start: Array,
+    length: Array,
+    counts: Array,
     *,
     softcap: float | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, Rows, Rows]:
+) -> tuple[Array, Array, Rows, Rows]:
     """On a TPU, append an entry to each segment and attend, new one included; return output, lse, k, v pools.
 
     Entries are written in place if the pool is donated. A sliding window is a later `start` with a smaller `length`.
@@ -140,15 +140,19 @@ def _call_decode_kernel(q, new, k, v, tables, softcap, interpret):
     """Call the TPU decode kernel, to append `new` and attend or only to attend; return output, lse, written pools."""
     batch, heads, rows, dim = q.shape
     padded = -(-rows // _SUBLANES) * _SUBLANES
-    coded, beside = isinstance(k, tuple), ()
+    coded = isinstance(k, tuple)
+    beside = ()
     if coded:
-        beside, (k, v) = (codes.lay_out_scales(k[1]), codes.lay_out_scales(v[1])), (k[0], v[0])
+        beside = (codes.lay_out_scales(k[1]), codes.lay_out_scales(v[1]))
+        k = k[0]
+        v = v[0]
     scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(
         codes.choose_product_dtype(q.dtype) if coded else k.dtype
     )
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     chunk = min(CHUNK, k.shape[1])
-    appends, size = bool(new), (codes.CODED_BLOCK if coded else BLOCK) // CHUNK * chunk
+    appends = bool(new)
+    size = (codes.CODED_BLOCK if coded else BLOCK) // CHUNK * chunk
     one, all_heads = (lambda b, h: (b, h, 0, 0)), (lambda b, h: (b, 0, 0, 0))
     token = [tpu.make_block_spec((1, heads, *each.shape[2:]), all_heads) for each in new]
     scales = [tpu.make_block_spec((1, *each.shape[1:]), lambda b, h: (b, 0, 0)) for each in beside]
@@ -215,7 +219,8 @@ def _decode_kernel(*refs, appends, coded, chunk, softcap):
     k_hbm, v_hbm, out_ref, lse_ref, *refs = refs
     pools, refs = (refs[:2], refs[2:]) if appends else ((), refs)
     kbuf, vbuf, arrived, numbers, *tiles = refs
-    b, h = tpu.program_id(0), tpu.program_id(1)
+    b = tpu.program_id(0)
+    h = tpu.program_id(1)
     batch, heads = start.shape
     ring = (kbuf, vbuf), arrived, numbers
     copies = BlockCopyRing(

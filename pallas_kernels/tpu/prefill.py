@@ -4,12 +4,14 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels import _compat_tpu as tpu
 
 # Maximum queries per block, keys per block and keys per product: the largest that divide the prompt are used.
-QUERIES, KEYS, _AT_ONCE = 1024, 2048, 512
+QUERIES = 1024
+KEYS = 2048
+_AT_ONCE = 512
 # Maximum tokens of all prompts whose log-sum-exps are computed together, or one prompt's.
 _TOKENS = 32768
 # Minimum block: a register's lanes.
@@ -25,15 +27,15 @@ def supports_prompt(slots: int, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def flash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     lse: bool,
     softcap: float | None = None,
     window: int | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Array, Array | None]:
     """Compute causal attention of right-padded prompts, on a TPU; return output and log-sum-exp (None unless `lse`).
 
     Padding needs no mask: no query sees a later key.

@@ -12,7 +12,8 @@ from pallas_kernels import _compat_tpu as tpu
 # Rows of an HBM tile, of 16 and of 32 bits.
 TILE = 8
 # Rows per product, and rows per copy.
-BLOCK, CHUNK = 1024, 256
+BLOCK = 1024
+CHUNK = 256
 # Numbers per sublane of a register.
 LANES = 128
 # Blocks in flight while one is multiplied: bytes in flight have to cover the latency of HBM.
@@ -28,14 +29,15 @@ class BlockCopyRing:
     """Prefetcher: copies segments' blocks asynchronously from HBM to a ring of VMEM buffers, some ahead of use."""
 
     def __init__(self, start, length, pools, ring, *, chunk: int, unit: int = TILE):
-        self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = (
-            start,
-            length,
-            pools,
-            ring,
-        )
-        self.chunk, self.unit, buffers = chunk, unit, self.buffers
-        self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
+        self.start = start
+        self.length = length
+        self.pools = pools
+        self.buffers, self.arrived, self.numbers = ring
+        self.chunk = chunk
+        self.unit = unit
+        buffers = self.buffers
+        self.size = buffers[0].shape[1]
+        self.rows = pools[0].shape[1]
 
     def find_first_row(self, b, h):
         """Return the first pool row copied for a segment, i32: its start, rounded down to a tile or larger unit."""
@@ -113,10 +115,8 @@ class BlockCopyRing:
 
         The last chunk of a pool begins earlier; repeated rows are masked.
         """
-        first, end = (
-            self.find_first_row(b, h) + index * self.size,
-            self.start[b, h] + self.length[b, h],
-        )
+        first = self.find_first_row(b, h) + index * self.size
+        end = self.start[b, h] + self.length[b, h]
         begins = [first + number * self.chunk for number in range(self.size // self.chunk)]
         rows = [tpu.multiple_of(jnp.minimum(at, self.rows - self.chunk), TILE) for at in begins]
         return [(row, at < end) for row, at in zip(rows, begins, strict=True)]
@@ -140,9 +140,15 @@ class EntryAppender:
     """Writer of new entries on a TPU: reads HBM tiles, inserts entries and writes tiles back, asynchronously."""
 
     def __init__(self, start, length, tables, new, pools, tiles, read, wrote):
-        self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
+        self.start = start
+        self.length = length
+        self.new = new
+        self.pools = pools
+        self.tiles = tiles
         self.counts, self.before, self.last = tables
-        self.read, self.wrote, (self.heads, self.tile) = read, wrote, tiles.shape[2:4]
+        self.read = read
+        self.wrote = wrote
+        self.heads, self.tile = tiles.shape[2:4]
 
     def append_entries(self, b, sequences):
         """Put a sequence's new entries in their tiles, start to write them, and start to read the next sequence's."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import UnrotatedProjections
 from jaxkv.cache.pools import EntryPool
 from jaxkv.engine.hadamard import apply_hadamard
@@ -29,7 +30,7 @@ from jaxkv.models.decoder import DecoderBlock
 QueryBuffer = Float[Array, "B K G R D"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BlockInputs:
     """Inputs of one layer's block in a decode step: view of its entries, RoPE angles, query buffer and others.
 
@@ -93,7 +94,9 @@ def run_block(
     step: StepState,
 ) -> tuple[ResidualStream, EntryPool, QueryBuffer | None, StepState, Float[Array, "B K"]]:
     """Run one block over a step's tokens; return stream, pool, query buffer, `StepState`, one number per kv head."""
-    new, query_buffer, rows = step.new, layer.query_buffer, layer.rows
+    new = step.new
+    query_buffer = layer.query_buffer
+    rows = layer.rows
     x, normed = compute_attention_input(block, stream, spec)
     token = _project_tokens(block, spec, normed, layer, step)
     if query_buffer is not None:
@@ -122,7 +125,8 @@ def _project_tokens(
     step: StepState,
 ) -> TokenProjections:
     """Return new tokens' `TokenProjections` in pool dtype, with gate scores and Hadamard transform if used."""
-    own, by = normed[: len(step.new.count)], layer.by.new
+    own = normed[: len(step.new.count)]
+    by = layer.by.new
     if step.work is None:
         token = project_new_tokens(block, spec, own, by)
     else:

@@ -1,6 +1,5 @@
 """`FullAttentionCacheLayer`: new tokens attend to every entry of each segment; base of all other layer views."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.attention.steps import GatheredEntries, NewEntries, WorkTable
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
@@ -22,7 +22,7 @@ from jaxkv.engine.tokens import TokenProjections, attend_in_blocks, compute_firs
 Read = tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FullAttentionCacheLayer:
     """One layer's cache in a decode step: an object that appends new tokens' entries and attends to all entries.
 

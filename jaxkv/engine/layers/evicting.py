@@ -23,9 +23,11 @@ class ScoredCacheLayer(FullAttentionCacheLayer):
         self, token: TokenProjections, new: NewEntries, older: Read, own: Read
     ) -> tuple[EntryPool, NewEntries]:
         """Return the pool and several new entries, with scores that include the new tokens' attention."""
-        pool, decay = self.pool, self.terms.score_decay
+        pool = self.pool
+        decay = self.terms.score_decay
         assert pool.score is not None
-        (batch, heads, group, tokens, dim), count = token.q.shape, new.count
+        batch, heads, group, tokens, dim = token.q.shape
+        count = new.count
         index = jnp.arange(tokens, dtype=jnp.int32)
         real = (index < count[:, None])[:, None, None]
         lse = jnp.where(real, jnp.logaddexp(older[1], own[1]), jnp.inf)
@@ -33,7 +35,8 @@ class ScoredCacheLayer(FullAttentionCacheLayer):
             # exp(x - lse) * d = exp(x - (lse - log(d))): fold the decay d into the log-sum-exp, infinite for d = 0.
             later = jnp.maximum(count[:, None] - 1 - index, 0)
             lse = lse - jnp.log(decay ** later.astype(jnp.float32))[:, None, None]
-        reach, cap = self.get_attended_range(self.length), self.shaping.softcap
+        reach = self.get_attended_range(self.length)
+        cap = self.shaping.softcap
         score = attention.add_attention_to_scores(
             token.q.reshape(batch, heads, group * tokens, dim),
             reach.decode_rotated_entries(pool.store)[0],

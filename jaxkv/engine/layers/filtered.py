@@ -1,12 +1,12 @@
 """Layers that attend to the selection of the last filter layer (OmniKV), in the pool or loaded from host memory."""
 
-import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import NewEntries, WorkTable
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 from jaxkv.engine.layers.dense import FullAttentionCacheLayer, Read
@@ -15,7 +15,7 @@ from jaxkv.engine.sparse import Loaded, SelectedPositions, find_pool_rows
 from jaxkv.engine.tokens import TokenProjections
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SparseCacheLayer(FullAttentionCacheLayer):
     """One layer's cache in a decode step: attends to selected entries of the first `choosable`, and to all later ones.
 
@@ -51,14 +51,15 @@ class SparseCacheLayer(FullAttentionCacheLayer):
         chosen = step.chosen
         assert chosen is not None
         if self.terms.reading.every_entry:
-            rows, held = chosen.positions[:, None], chosen.count[:, None]
+            rows = chosen.positions[:, None]
+            held = chosen.count[:, None]
         else:
             rows, held = self.find_selected_rows(chosen)
             rows = rows - self.start[..., None]
         return work._replace(rows=rows, held=held)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OffloadedCacheLayer(SparseCacheLayer):
     """One layer's cache in a decode step, its prompt in a host store: attends to `loaded` and to device entries."""
 
@@ -68,7 +69,8 @@ class OffloadedCacheLayer(SparseCacheLayer):
         self, token: TokenProjections, new: NewEntries, step: StepState
     ) -> AttentionResult:
         """Append a single token's entry; attend to entries on the device and to loaded ones; return output and pool."""
-        reach, q = self.get_attended_range(self.length + new.count[:, None]), token.q[..., 0, :]
+        reach = self.get_attended_range(self.length + new.count[:, None])
+        q = token.q[..., 0, :]
         append = partial(self.terms.backend.append_and_attend, shaping=self.shaping)
         out, lse, pool = append(q, new, self.pool, reach)
         read = attention.merge_attention_outputs(

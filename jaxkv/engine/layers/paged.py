@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.filters import bound_page_logits
 from jaxkv.attention.steps import WorkTable
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
@@ -32,7 +33,7 @@ class SelectedPageEntries(NamedTuple):
     rest: Int[Array, "B K"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QuestCacheLayer(FullAttentionCacheLayer):
     """One layer's cache in a decode step: a single token attends to few pages, chosen by bounds of their keys (Quest).
 
@@ -75,9 +76,12 @@ class QuestCacheLayer(FullAttentionCacheLayer):
         Tang et al., Quest, algorithm 1. A page's bound is the maximum over its kv head's query heads; ties go to the
         lowest page.
         """
-        bounds, reading, length = self.pool.bounds, self.terms.reading, self.length
+        bounds = self.pool.bounds
+        reading = self.terms.reading
+        length = self.length
         assert bounds is not None
-        page, (batch, heads) = reading.page, length.shape
+        page = reading.page
+        batch, heads = length.shape
         count = count_full_pages(length, budget[:, None], page)
         scores = bound_page_logits(q, bounds.low, bounds.high, self.terms.axes)
         pages = scores.shape[2]

@@ -38,7 +38,9 @@ def run_layers(
     Returns:
         Hidden states, the selection of the last filter layer, and the layers' cache after the step.
     """
-    tables, count, several = cache.tables, step.new.count, step.new.positions.shape[1]
+    tables = cache.tables
+    count = step.new.count
+    several = step.new.positions.shape[1]
     state = tables.state
     pools = decay_scores(cache.pools, count, spec)
     kinds = [spec.config.get_layer_spec(layer) for layer in layers]
@@ -49,7 +51,8 @@ def run_layers(
 
     def make_block_inputs(index: int, block: DecoderBlock, pool: EntryPool) -> BlockInputs:
         """Return a layer's `BlockInputs` from the cache before the step; tables are sliced right before its block."""
-        by, layer = turned[index], layers[index]
+        by = turned[index]
+        layer = layers[index]
         first = None if state is None or state.choosable is None else state.choosable[index]
         rows = make_cache_layer(
             spec,

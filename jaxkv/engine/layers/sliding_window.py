@@ -1,12 +1,12 @@
 """`SlidingWindowCacheLayer`: new tokens attend to the last entries only."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import LogitShaping
 from jaxkv.attention.steps import NewEntries
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode, attend_masked_keys
@@ -16,7 +16,7 @@ from jaxkv.engine.segments import build_window_mask, restrict_to_window
 from jaxkv.engine.tokens import TokenProjections
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SlidingWindowCacheLayer(FullAttentionCacheLayer):
     """One layer's cache in a decode step: each new token attends to the last `window` tokens, its own included."""
 
@@ -32,7 +32,8 @@ class SlidingWindowCacheLayer(FullAttentionCacheLayer):
         self, token: TokenProjections, new: NewEntries, step: StepState
     ) -> AttentionResult:
         """Attend from each token to the last `window` ones up to its own, append the entries; return output, pool."""
-        rows, size = self.pool.store.decode_entries(), min(self.window, self.pool.row_count)
+        rows = self.pool.store.decode_entries()
+        size = min(self.window, self.pool.row_count)
         arguments = (
             token.q,
             (token.k, token.v),
@@ -61,7 +62,8 @@ def attend_sliding_window(
     `count` of the N new tokens are valid; the queries are n of them, from index `first` on. The last `size` entries of
     each segment are attended to, at most as many as the window.
     """
-    (k, v), tokens = rows, new[0].shape[2]
+    k, v = rows
+    tokens = new[0].shape[2]
     offset = jnp.arange(size, dtype=jnp.int32)
     index = jnp.arange(-size, tokens, dtype=jnp.int32)
     seen = build_window_mask(first, q.shape[3], size, tokens, window)

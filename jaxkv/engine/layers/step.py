@@ -1,12 +1,12 @@
 """State passed from layer to layer in a decode step: new tokens, a filter's selection, a fused kernel's work table."""
 
-import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import WorkTable
 from jaxkv.cache import CacheArrays, EntryPool
 from jaxkv.engine.pages import count_full_pages, find_newest_page
@@ -16,7 +16,7 @@ from jaxkv.engine.spec import DecodeSpec
 from jaxkv.engine.tokens import NewTokens
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class StepState:
     """State passed from layer to layer in a decode step: new tokens, work table, the last filter layer's selection.
 
@@ -47,17 +47,22 @@ def build_work_table(cache: CacheArrays, spec: DecodeSpec, new: NewTokens) -> Wo
     """Return the work table of all layers for a fused decode kernel; None if steps are not fused or positions roll."""
     if spec.rolling or not spec.uses_fused_step(new.positions.shape[1]):
         return None
-    tables, picked, rest = cache.tables, None, None
-    start, length = tables.start, tables.length
+    tables = cache.tables
+    picked = None
+    rest = None
+    start = tables.start
+    length = tables.length
     sparse = np.asarray([spec.is_sparse_layer(layer, 1) for layer in range(len(start))])
     if new.candidates is not None and sparse.any():
         # The kernel counts selected entries as if they were right before the always-attended ones, from row 0 on.
         some = sparse[:, None, None]
         if page := spec.reading.page:
             full = count_full_pages(length, new.candidates.budget[:, None], page)
-            picked, rest = full.max(axis=(0, 2)) * page, find_newest_page(length, page)
+            picked = full.max(axis=(0, 2)) * page
+            rest = find_newest_page(length, page)
         else:
-            picked, rest = jnp.minimum(*new.candidates), find_dense_offset(spec, tables)
+            picked = jnp.minimum(*new.candidates)
+            rest = find_dense_offset(spec, tables)
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
     if any(spec.config.sliding_windows):

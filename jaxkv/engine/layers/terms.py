@@ -1,7 +1,6 @@
 """`DecodeAttentionConfig`: static config of how new tokens are appended and attend to the entries of a layer."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import AttentionBackend, Implementation, get_attention_backend
 from jaxkv.cache.layout import SegmentLayout
 from jaxkv.policies.parts import DecodingCompressionConfig
@@ -9,7 +8,7 @@ from jaxkv.policies.reads import LayerReadConfig
 from jaxkv.sharding.mesh import ShardingMesh
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DecodeAttentionConfig:
     """Static, hashable config of decode attention over a layer's entries: layout, parts of the policy, backend.
 

@@ -82,7 +82,9 @@ class JaxKVLM(TemplateLM):
         self.params = load(model, dtype) if isinstance(model, str) else model
         self.text = self.params.tokenizer
         self.policy = resolve_policy(policy, options=options)
-        self.batch_size, self.max_gen_toks, self.seed = int(batch_size), max_gen_toks, seed
+        self.batch_size = int(batch_size)
+        self.max_gen_toks = max_gen_toks
+        self.seed = seed
 
     @property
     def max_length(self) -> int:
@@ -128,7 +130,8 @@ class JaxKVLM(TemplateLM):
             for batch in _split_into_batches(list(equal), self._contexts_per_batch)
         ]
         for batch in tqdm(batches, disable=disable_tqdm, desc="jaxkv, generate_until"):
-            contexts, arguments = [asked[at][0] for at in batch], asked[batch[0]][1]
+            contexts = [asked[at][0] for at in batch]
+            arguments = asked[batch[0]][1]
             for at, text in zip(
                 batch, self._generate_texts(contexts, arguments, batch[0]), strict=True
             ):
@@ -177,7 +180,8 @@ class JaxKVLM(TemplateLM):
 
     def _split_into_windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
         """Split token ids into (context, continuation) pairs that fit the model's positions; each id is scored once."""
-        first, most = self.prefix_token_id, self.max_length
+        first = self.prefix_token_id
+        most = self.max_length
         windows = get_rolling_token_windows(ids, first, most, context_len=1)
         return list(map(make_disjoint_window, windows))
 
@@ -248,7 +252,9 @@ class JaxKVLM(TemplateLM):
         # and the longest continuation of different pairs may not.
         room = self.max_length - max(map(len, contexts))
         cache = session.prefill(contexts, new=min(max(map(len, continuations)) - 1, room))
-        shared, values, greedy = len(contexts) < len(continuations), list[Any](), list[Any]()
+        shared = len(contexts) < len(continuations)
+        values = list[Any]()
+        greedy = list[Any]()
         for part in (
             _split_into_batches(continuations, self.batch_size) if shared else [continuations]
         ):

@@ -1,10 +1,10 @@
 """RULER's variable tracking: variables assigned to one another, in a chain that starts with a number."""
 
-import dataclasses
 from typing import NamedTuple
 
 from numpy.random import Generator
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt, insert_lines
 
 # RULER's, scripts/data/synthetic/{variable_tracking,constants}.py.
@@ -37,7 +37,7 @@ class VariableChain(NamedTuple):
     size: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class VariableTrackingRecipe(PromptRecipe):
     """Recipe of RULER's variable tracking: prompts that hide one chain of assignments in lines of noise.
 

@@ -1,12 +1,12 @@
 """RULER's words to count: the ten most common of a list, and the three most frequent of a coded text."""
 
-import dataclasses
 import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt
 
 # RULER's, scripts/data/synthetic/{common_words_extraction,freq_words_extraction,constants}.py.
@@ -39,7 +39,7 @@ class WordList(NamedTuple):
     entries: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CommonWordsRecipe(PromptRecipe):
     """Recipe of RULER's common words extraction: ask for the ten common words of a list; size counts distinct words.
 
@@ -71,7 +71,8 @@ class CommonWordsRecipe(PromptRecipe):
     def sample_word_list(self, size: int, often: int, seldom: int, rng: Generator) -> WordList:
         """Sample a shuffled `WordList` of `size` distinct words: ten of them `often` times, others `seldom` times."""
         chosen = self.wording.sample_distinct_words(rng, size)
-        common, others = chosen[:_WORDS], chosen[_WORDS:]
+        common = chosen[:_WORDS]
+        others = chosen[_WORDS:]
         entries = common * often + others * seldom
         return WordList(
             tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist())
@@ -100,7 +101,7 @@ class CodedText(NamedTuple):
     text: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FrequentWordsRecipe(PromptRecipe):
     """Recipe of RULER's frequent words extraction: prompts that ask for a coded text's three most frequent words.
 

@@ -1,6 +1,5 @@
 """RULER's question answering: documents with the answer among other documents of the same data set."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 
 from numpy.random import Generator
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt
 from jaxkv.evals.texts import read_utf8_file
@@ -50,7 +50,7 @@ class QuestionDataSet(NamedTuple):
     documents: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DocumentQuestionRecipe(PromptRecipe):
     """Recipe of RULER's question answering over a data set's documents; haystack sizes are numbers of documents."""
 
@@ -77,7 +77,8 @@ class DocumentQuestionRecipe(PromptRecipe):
         self, asked: DocumentQuestion, size: int, rng: Generator
     ) -> tuple[int, ...]:
         """Sample `size` shuffled document indices: the question's, its article's, then others; repeats if too few."""
-        have, more = len(self.data.documents), size - len(asked.context)
+        have = len(self.data.documents)
+        more = size - len(asked.context)
         if size >= have:
             chosen = [each % have for each in range(size)]
         elif more <= len(asked.near):

@@ -1,11 +1,11 @@
 """RULER's needles in a haystack: keys with values between sentences of noise, of an essay, or of more needles."""
 
-import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt, insert_lines
 
 # RULER's, scripts/data/synthetic/{niah,constants}.py: templates for several values, and for one.
@@ -51,7 +51,7 @@ class NeedleParts(NamedTuple):
     haystack: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class NeedlesRecipe(PromptRecipe):
     """Recipe of RULER's eight needle-in-a-haystack tasks, which differ in haystack, keys, values and queries.
 
@@ -109,10 +109,8 @@ class NeedlesRecipe(PromptRecipe):
         many = len(chosen.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
-        asked, answers = (
-            _join_in_english(chosen.asked),
-            tuple(value for mine in chosen.values for value in mine),
-        )
+        asked = _join_in_english(chosen.asked)
+        answers = tuple(value for mine in chosen.values for value in mine)
         right = [each.place for each in chosen.needles if each.key in chosen.asked]
         return RulerPrompt(
             context=opening.format(kind=kind) + self._insert_needles(chosen),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.ruler.wording import RulerWording
 
@@ -40,7 +41,7 @@ class RulerPrompt(NamedTuple):
 Counter = Callable[[RulerPrompt], int]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PromptRecipe(abc.ABC):
     """Base class of recipes: makes prompts of one kind with haystacks of any size; `new_tokens` limits the answer."""
 
@@ -94,11 +95,11 @@ def fit_haystack_size(recipe: PromptRecipe, length: int, count: Counter) -> int:
     high = low + 1
     while count_tokens(high) <= length:
         # Above the largest size, `make` raises an error that names the missing words.
-        low, high = (
-            high,
+        low = high
+        high = (
             int(recipe.max_haystack_size)
             if high < recipe.max_haystack_size < 2 * high
-            else 2 * high,
+            else 2 * high
         )
     # 1/400 is less than the difference between samples.
     while high - low > max(1, low // 400):

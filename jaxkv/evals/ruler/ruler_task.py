@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.evals.question_tasks import QuestionTask, encode_sample
 from jaxkv.evals.ruler.chains import VariableTrackingRecipe
@@ -38,7 +39,7 @@ _LONG = 4096
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SyntheticTask(QuestionTask):
     """Base class of `Ruler` and `Needle`, whose synthetic prompts are made at given lengths in the model's tokens.
 
@@ -84,7 +85,8 @@ class SyntheticTask(QuestionTask):
         self, cell: PromptFactory, name: str, group: str, seeds: Sequence[int], **tags: Any
     ) -> list[TaskSample]:
         """Make `count` samples of a `PromptFactory` with these tags; random choices depend on `seed` and `seeds`."""
-        rng, new = np.random.default_rng([self.seed, *seeds]), cell.recipe.new_tokens
+        rng = np.random.default_rng([self.seed, *seeds])
+        new = cell.recipe.new_tokens
         return [
             convert_prompt_to_sample(
                 f"{name}-{index:04d}", group, cell.make_fitting_prompt(rng, index), new, **tags
@@ -104,7 +106,7 @@ class SyntheticTask(QuestionTask):
 
 
 @task("ruler")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Ruler(SyntheticTask):
     """Task: RULER's 13 tasks of needles in a haystack, variable tracking, words to count, questions over documents.
 
@@ -144,7 +146,9 @@ class Ruler(SyntheticTask):
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make the list of samples for a model: `count` per selected RULER task and prompt length, in its tokens."""
         lengths = self.resolve_prompt_lengths(params)
-        wording, count, made = self.make_wording(), make_token_counter(params), list[TaskSample]()
+        wording = self.make_wording()
+        count = make_token_counter(params)
+        made = list[TaskSample]()
         for name in self.tasks:
             for length in lengths:
                 recipe = make_recipe(

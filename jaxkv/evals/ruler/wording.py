@@ -84,13 +84,12 @@ class RulerWording:
 
     def words(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` distinct words, each an adjective, a hyphen and a noun."""
-        firsts, lasts = load_word_lists()["adjectives"], load_word_lists()["nouns"]
+        firsts = load_word_lists()["adjectives"]
+        lasts = load_word_lists()["nouns"]
         chosen: dict[str, None] = {}
         while len(chosen) < count:
-            first, last = (
-                firsts[int(rng.integers(len(firsts)))],
-                lasts[int(rng.integers(len(lasts)))],
-            )
+            first = firsts[int(rng.integers(len(firsts)))]
+            last = lasts[int(rng.integers(len(lasts)))]
             chosen[f"{first}-{last}"] = None
         return list(chosen)
 

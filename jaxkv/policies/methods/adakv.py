@@ -1,7 +1,6 @@
 """Ada-KV: the kv heads of a layer compete for its entries."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.head_budgets import AdaptiveHeads, ProtectedHeads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
@@ -9,7 +8,7 @@ from jaxkv.policies.wrapper import PolicyWrapper
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AdaKV(PolicyWrapper):
     """Keep the base policy's best entries; a layer's kv heads compete for all but the share `alpha`, divided evenly.
 

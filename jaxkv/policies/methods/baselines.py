@@ -1,14 +1,13 @@
 """Baselines for comparison with other policies: recency, key norms and chance."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import KeyNorm, PositionScores, UniformRandomScores
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LocalWindow(BudgetMethod):
     """Keep the most recent entries only, as many as the budget: a baseline without sinks."""
 
@@ -18,7 +17,7 @@ class LocalWindow(BudgetMethod):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KNorm(BudgetMethod):
     """Keep the entries whose keys have the smallest L2 norms.
 
@@ -32,7 +31,7 @@ class KNorm(BudgetMethod):
 
 
 @register(name="random")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RandomKV(BudgetMethod):
     """Keep entries of the highest random scores, uniform for each layer, kv head and position: a baseline.
 

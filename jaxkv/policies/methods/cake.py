@@ -1,12 +1,12 @@
 """CAKE: more entries for layers whose attention is spread out and varies from query to query."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import select_array_module, validate_field, validate_float
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.columns import average_over_queries
 from jaxkv.policies.attended import AvgPool, ObservationWindowAttention, Pooling
 from jaxkv.policies.layer_budgets import LayerBudgets, Reals, WeightedLayers, require_finite_weights
@@ -24,7 +24,7 @@ def _compute_attention_variance(
     return (off * off).sum(axis=1) / jnp.maximum(exists.sum() - 1, 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AttentionMeanVarianceScorer(ObservationWindowAttention):
     """CAKE's scorer: mean of the window's attention to each entry plus `gamma` times its variance over queries, pooled.
 
@@ -49,7 +49,7 @@ class AttentionMeanVarianceScorer(ObservationWindowAttention):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PreferenceLayerBudgets(WeightedLayers):
     """CAKE's layer budgets: entries in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention.
 
@@ -101,7 +101,7 @@ class PreferenceLayerBudgets(WeightedLayers):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CAKE(ObservationWindowPolicy):
     """Keep entries by mean and variance of the window's attention; layer budgets by its entropy and variance.
 

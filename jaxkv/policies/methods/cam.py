@@ -1,7 +1,6 @@
 """CaM: values of tokens that may be evicted are added to those of the following tokens."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
 from jaxkv.policies.folding import ValueMerge
@@ -11,7 +10,7 @@ from jaxkv.policies.registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CaM(ObservationWindowPolicy):
     """Keep entries by unpooled window attention; by chance, add 1 / `window` of a value to each of the next `window`.
 

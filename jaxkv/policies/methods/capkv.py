@@ -1,6 +1,5 @@
 """CAPKV: keep the entries whose values span most of what future queries are likely to attend to."""
 
-import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from jaxkv._checks import validate_field, validate_float, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.folding import normalise_vectors
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -23,7 +23,7 @@ _MOST = 1e14
 _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # not TF32 on GPUs
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ValueLeverageScorer(Scorer):
     """CAPKV's scorer: leverage of an entry's value among all values, weighted by how well its key fits the mean query.
 
@@ -83,7 +83,7 @@ class ValueLeverageScorer(Scorer):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CAPKV(BudgetMethod):
     """Keep the entries whose values have the highest leverage, weighted by their keys' fit to the mean query.
 

@@ -1,11 +1,10 @@
 """ChunkKV: keep whole chunks of neighbouring entries, the same in all kv heads, by any policy's scores."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import validate_bool, validate_field, validate_int, validate_optional_field
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.head_budgets import ScoredEntries, SelectionOrder, SharedHeads
 from jaxkv.policies.parts import Parts
@@ -18,7 +17,7 @@ from jaxkv.policies.wrapper import PolicyWrapper
 _TINY = 1e-8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ChunkHeadBudgets(SharedHeads):
     """Head budgets that keep the same chunks of consecutive entries in all kv heads, those of highest mean score.
 
@@ -43,7 +42,8 @@ class ChunkHeadBudgets(SharedHeads):
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]` of `base` entries, same in all heads: chunks with always-kept ones, then best."""
-        scores, base = rows.scores, rows.base
+        scores = rows.scores
+        base = rows.base
         batch, _, padded_len = scores.shape
 
         def split_into_chunks(of: Array) -> Array:
@@ -121,7 +121,7 @@ def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ChunkKV(PolicyWrapper):
     """Keep chunks of consecutive entries with the base policy's highest mean scores, the same in a layer's kv heads.
 

@@ -1,7 +1,5 @@
 """Compactor: keep entries by attention within blocks of the prompt, and by leverage of their keys."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -13,6 +11,7 @@ from jaxkv._checks import (
     validate_int,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -21,7 +20,7 @@ from jaxkv.sharding.collectives import average_over_devices, slice_own_shard, su
 from jaxkv.sharding.mesh import ShardingMesh
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BlockAttentionLeverageScorer(Scorer):
     """Compactor's scorer: attention from an entry's own block times its value norm, plus weighted leverage of its key.
 
@@ -50,10 +49,8 @@ class BlockAttentionLeverageScorer(Scorer):
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: Z-score of pooled block attention * value norm + `blending` * leverage Z-score."""
         counts = seen.mask_entries_between(self.blocks.first, self.blocks.last)
-        received, v = (
-            average_over_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
-            seen.v.astype(jnp.float32),
-        )
+        received = average_over_devices(seen.blocks.mean(axis=2), "G", seen.group_axes)
+        v = seen.v.astype(jnp.float32)
         score = _compute_z_scores(
             AvgPool(3)(received * jnp.linalg.norm(v, axis=-1), counts), counts, seen.axes
         )
@@ -104,7 +101,7 @@ def _compute_z_scores(
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Compactor(BudgetMethod):
     """Keep entries by attention from their own block of the prompt times value norm, plus leverage of their keys.
 

@@ -1,7 +1,6 @@
 """CriticalKV: choose half of a head's entries by score alone, the others by score and value."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.head_budgets import (
     SelectionOrder,
@@ -18,7 +17,7 @@ from jaxkv.policies.wrapper import PolicyWrapper
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CriticalKV(PolicyWrapper):
     """Keep the share `first` of a head's entries by the base's score, the rest by score times value norm.
 

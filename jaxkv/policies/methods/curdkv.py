@@ -1,12 +1,12 @@
 """CurDKV: keep the entries that a CUR decomposition selects, by the norms of keys and values."""
 
-import dataclasses
 import enum
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import validate_enum, validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Scorer, ScorerInputs, Scores
@@ -24,7 +24,7 @@ class LeverageKind(enum.Enum):
     PRODUCT = "kv_product"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LocalLeverageScorer(Scorer):
     """CurDKV's scorer: leverage of keys, values or both, approximated by squared norms over their sum in a block.
 
@@ -72,7 +72,7 @@ class LocalLeverageScorer(Scorer):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class CurDKV(BudgetMethod):
     """Keep entries by squared norms of keys and values relative to their block: approximate CUR leverage.
 

@@ -1,9 +1,9 @@
 """D2O: layer budgets by variance, eviction at every step, and evicted entries merged into similar kept ones."""
 
-import dataclasses
 from typing import Any
 
 from jaxkv._checks import is_strictly_equal, validate_bool, validate_field
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.folding import Merge, MergeDecision, MergeWeights, ThresholdScope
 from jaxkv.policies.layer_budgets import LayerBudgets
@@ -27,7 +27,7 @@ _OFFICIAL: dict[str, Any] = {
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class D2O(HeavyHitterPolicy):
     """Keep heavy hitters and recent tokens, layer budgets by attention variance; merge evicted entries into kept ones.
 
@@ -67,5 +67,6 @@ class D2O(HeavyHitterPolicy):
     def build_policy_parts(self) -> Parts:
         """Return D2O's `Parts`: cumulative attention, layer budgets and merger; as published if `official`."""
         of = _OFFICIAL if self.official else vars(self)
-        layers, merge = of["layers"], of["merge"]
+        layers = of["layers"]
+        merge = of["merge"]
         return self.compose_eviction_parts(recent=of["recent"], layers=layers, merge=merge)

@@ -1,7 +1,6 @@
 """DefensiveKV: keep entries that any query of the window may need; heads of a layer, or of all layers, compete."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.head_budgets import AdaptiveHeads
 from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
@@ -11,7 +10,7 @@ from jaxkv.policies.unseen import WorstAttention
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DefensiveKV(BudgetMethod):
     """Keep entries by the largest attention of any window query times value norm; a layer's kv heads compete.
 
@@ -46,7 +45,7 @@ class DefensiveKV(BudgetMethod):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LayerDefensiveKV(DefensiveKV):
     """Keep entries by largest window attention times value norm (DefensiveKV); one budget for all layers' kv heads.
 

@@ -1,10 +1,9 @@
 """DropKV: keep the entries whose single removal changes the attention output of the prompt's last queries most."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
@@ -12,7 +11,7 @@ from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import ScorerInputs, Scores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OutputChangeScorer(WindowScorer):
     """DropKV's scorer: squared change of the window's attention outputs if the entry alone is evicted.
 
@@ -47,8 +46,11 @@ def _compute_output_changes(
     # rounds all of theirs to 0 (logits 87 below the peak's), their mean output is that of all entries, 0 here.
     peak = p.argmax(axis=-1)
     is_peak = index == peak[..., None]
-    others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]
-    held, left = exact_einsum("gws,sd->gwd", others, v), others.sum(axis=-1, keepdims=True)
+    others = jnp.where(is_peak, 0.0, p)
+    most = p.max(axis=-1, keepdims=True)
+    best = v[peak]
+    held = exact_einsum("gws,sd->gwd", others, v)
+    left = others.sum(axis=-1, keepdims=True)
     of_peak = ((most * (best - held / jnp.where(left > 0, left, 1.0))) ** 2).sum(
         axis=-1, keepdims=True
     )
@@ -62,7 +64,7 @@ def _compute_output_changes(
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DropKV(BudgetMethod):
     """Keep the entries whose eviction would change attention outputs of the prompt's last queries most.
 

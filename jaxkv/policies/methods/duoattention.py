@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv._checks import ENDLESS, validate_field, validate_float, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.head_budgets import HeadBudgets, ScoredEntries
@@ -27,7 +28,7 @@ from jaxkv.policies.topk import mask_top_k
 from jaxkv.policies.unseen import PositionScores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     """Layer and head budgets of DuoAttention: retrieval kv heads keep all entries, streaming heads `reach` entries.
 
@@ -52,7 +53,8 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     @functools.cached_property
     def retrieval_head_mask(self) -> Bool[np.ndarray, "L K"]:
         """Numpy mask `[L, K]` of retrieval heads: all but the share `sparsity` with the lowest `pattern` numbers."""
-        numbers, share = np.asarray(self.pattern or ((),)), Fraction(repr(self.sparsity))
+        numbers = np.asarray(self.pattern or ((),))
+        share = Fraction(repr(self.sparsity))
         # `numpy.quantile` falls between two sorted numbers: heads below it are streaming heads.
         few = numbers.size if share == 1 else math.ceil(share * (numbers.size - 1))
         kinds = np.ones(numbers.size, bool)
@@ -81,7 +83,8 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: each layer's mean over retrieval and streaming heads, rounded up."""
         self.require_model_sizes(layers=of.layers)
-        xp, heads = of.array_module, self.heads
+        xp = of.array_module
+        heads = self.heads
         few = xp.minimum(of.length, xp.maximum(of.always_kept, self.reach))
         full = xp.asarray(self.retrieval_head_mask.sum(axis=1, keepdims=True), xp.int64)
         return -(-(full * of.length + (heads - full) * few) // heads)
@@ -117,7 +120,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class DuoAttention(Policy):
     """Keep every entry in retrieval kv heads; only sinks and the most recent tokens in streaming heads.
 
@@ -171,7 +174,8 @@ class DuoAttention(Policy):
         """Return DuoAttention's `Parts`: retrieval heads keep all; others sinks and newest, evicting by age."""
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
-        reach, pattern = self.sinks + self.window, self.pattern or ()
+        reach = self.sinks + self.window
+        pattern = self.pattern or ()
         kinds = RetrievalHeadBudgets(pattern=pattern, reach=reach, sparsity=self.sparsity)
         keep = Keep(sinks=self.sinks, window=1)
         return self.compose(

@@ -1,15 +1,14 @@
 """ExpectedAttention: keep the entries that queries after the prompt are expected to attend to."""
 
-import dataclasses
-
 from jaxkv._checks import validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import FutureAttention
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ExpectedAttention(BudgetMethod):
     """Keep entries by the attention expected from queries after the prompt, by default times the value's norm.
 

@@ -1,7 +1,5 @@
 """Fast KVzip: score entries by a gate of learned queries and keys, trained to predict KVzip's scores."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -11,6 +9,7 @@ from jaxkv._checks import (
     validate_float,
     validate_optional_field,
 )
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.head_budgets import AdaptiveHeads, add_score_threshold, check_threshold_field
 from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
@@ -21,7 +20,7 @@ from jaxkv.policies.trained import FastKVzipGate
 from jaxkv.policies.unseen import GateScores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RecentGateScorer(GateScores):
     """Scorer by a trained gate; the last tokens of each text, the share `recent`, score higher than all others.
 
@@ -33,13 +32,14 @@ class RecentGateScorer(GateScores):
 
     def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Return scores `[B, K, S]`: the gate's, 0 to 1; 1 + position / length for the share `recent` at the end."""
-        rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
+        rows = jnp.arange(observed.shape[-1], dtype=jnp.int32)
+        end = length[:, None, None]
         ours = rows >= end - compute_floor_share(end, self.recent)
         return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FastKVzip(BudgetMethod):
     """Keep entries by a gate trained to predict KVzip's scores; kv heads of all layers compete for one budget.
 

@@ -1,14 +1,13 @@
 """FullKV: no compression, the reference for every policy."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
 
 
 @register(name="full")
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class FullKV(Policy):
     """Keep every entry: the uncompressed reference."""
 

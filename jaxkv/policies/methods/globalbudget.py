@@ -1,7 +1,6 @@
 """GlobalBudget: one budget for the kv heads of all layers, around any policy that keeps the best entries."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.head_budgets import get_competing_budgets
 from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
@@ -10,7 +9,7 @@ from jaxkv.policies.wrapper import PolicyWrapper
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class GlobalBudget(PolicyWrapper):
     """Keep the base policy's best entries; the kv heads of all layers compete for one budget.
 

@@ -1,7 +1,6 @@
 """HeadKV: head budgets by each head's measured importance, the same for every prompt."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.head_shares import ImportanceBudgets
 from jaxkv.policies.layer_budgets import UniformLayers
@@ -11,7 +10,7 @@ from jaxkv.policies.registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HeadKV(ObservationWindowPolicy):
     """Keep entries by window attention (SnapKV); heads' measured importance, if given, sets layer and head budgets.
 

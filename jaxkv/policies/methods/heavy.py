@@ -1,10 +1,10 @@
 """Policies by received attention: H2O, RoCo and TOVA. Each new token evicts an entry."""
 
-import dataclasses
 import enum
 from typing import Any
 
 from jaxkv._checks import validate_bool, validate_enum, validate_field, validate_float
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
 from jaxkv.policies.head_budgets import SharedHeads, UniformHeads
 from jaxkv.policies.keep import Keep
@@ -20,7 +20,7 @@ class EvictionMode(enum.Enum):
     PREFILL = "prefill"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class _AttentionEvictionPolicy(BudgetMethod):
     """Base of policies that evict by received attention: at every new token, or in the prompt only (`EvictionMode`).
 
@@ -43,7 +43,7 @@ class _AttentionEvictionPolicy(BudgetMethod):
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class HeavyHitterPolicy(_AttentionEvictionPolicy):
     """Base of policies that keep heavy hitters by cumulative attention, and the most recent tokens.
 
@@ -65,7 +65,7 @@ class HeavyHitterPolicy(_AttentionEvictionPolicy):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class H2O(HeavyHitterPolicy):
     """Keep heavy hitters by cumulative attention, and the most recent tokens; by default each new token evicts one.
 
@@ -80,7 +80,7 @@ class H2O(HeavyHitterPolicy):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RoCo(HeavyHitterPolicy):
     """Keep entries by attention per query that could see them, and recent tokens; by default each new token evicts one.
 
@@ -99,7 +99,7 @@ class RoCo(HeavyHitterPolicy):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TOVA(_AttentionEvictionPolicy):
     """Keep the entries that the newest token attends to most; by default each new token evicts the least attended one.
 

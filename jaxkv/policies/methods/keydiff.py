@@ -1,14 +1,13 @@
 """KeyDiff: keep the keys that differ most from the others."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import KeyDifference
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KeyDiff(BudgetMethod):
     """Keep the entries whose keys have the lowest cosine similarity to the mean of the kv head's normalised keys.
 

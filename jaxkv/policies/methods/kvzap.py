@@ -1,8 +1,7 @@
 """KVzap: score entries by a gate that is trained to predict KVzip+'s scores from hidden states."""
 
-import dataclasses
-
 from jaxkv._checks import validate_optional_field
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.head_budgets import UniformHeads, add_score_threshold, check_threshold_field
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
@@ -12,7 +11,7 @@ from jaxkv.policies.unseen import GateScores
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVzap(BudgetMethod):
     """Keep entries by a gate trained to predict KVzip+'s scores; with a `threshold`, only those that reach it.
 

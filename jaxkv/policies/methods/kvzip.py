@@ -1,9 +1,8 @@
 """KVzip: keep the entries that the model needs to repeat the prompt, measured by a second pass over it."""
 
-import dataclasses
-
 import jax.numpy as jnp
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.head_budgets import AdaptiveHeads, HeadBudgets, UniformHeads
 from jaxkv.policies.layer_budgets import GlobalLayers, UniformLayers
@@ -13,7 +12,7 @@ from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import GroupReduce, Needs, PromptReplay, Scorer, ScorerInputs, Scores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ReplayAttentionScorer(Scorer):
     """KVzip's scorer: the largest attention that an entry receives while the model repeats the prompt.
 
@@ -37,7 +36,7 @@ class ReplayAttentionScorer(Scorer):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class KVzip(BudgetMethod):
     """Keep entries most attended to when the model repeats the prompt; by default all layers' kv heads compete.
 

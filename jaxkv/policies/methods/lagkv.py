@@ -1,12 +1,11 @@
 """LagKV: keep the entries that stand out against the following partition of the text."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._checks import validate_bool, validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Scorer, ScorerInputs, Scores
@@ -15,7 +14,7 @@ from jaxkv.policies.scorer import Scorer, ScorerInputs, Scores
 _MOST = 1e15
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LagRelativeScorer(Scorer):
     """LagKV's scorer: rank in the partition by key and value std over channels, scaled by the next partition's range.
 
@@ -46,8 +45,10 @@ class LagRelativeScorer(Scorer):
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: rank / `lag` or, with `cross_scoring`, softmax; 1 to 2 for sinks and last ones."""
-        padded_len, lag = seen.k.shape[2], self.lag
-        index, length = seen.entry_positions, seen.length[:, None, None]
+        padded_len = seen.k.shape[2]
+        lag = self.lag
+        index = seen.entry_positions
+        length = seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
         recent = jnp.broadcast_to(recent, seen.k.shape[:3])
         scored = (padded_len - self.sinks) // lag - 1
@@ -62,7 +63,8 @@ class LagRelativeScorer(Scorer):
             place = jnp.argsort(jnp.argsort(-score, axis=-1), axis=-1)
             score = (lag - 1 - place).astype(jnp.float32) / lag
         score = score.reshape(*score.shape[:2], scored * lag)
-        first, rest = self.sinks, padded_len - self.sinks - scored * lag
+        first = self.sinks
+        rest = padded_len - self.sinks - scored * lag
         score = jnp.pad(score, ((0, 0), (0, 0), (first, rest)))
         end = first + ((length - first) // lag - 1) * lag
         return jnp.where((index >= first) & (index < end), score, recent)
@@ -71,7 +73,8 @@ class LagRelativeScorer(Scorer):
         self, rows: Float[Array, "B K S D"], scored: int
     ) -> Float[Array, "B K P lag"]:
         """Return each partition's softmax `[B, K, P, lag]`: key or value channel std, scaled by the next."""
-        first, lag = self.sinks, self.lag
+        first = self.sinks
+        lag = self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])
         low, high = (each(parts[:, :, 1:], axis=3, keepdims=True) for each in (jnp.min, jnp.max))
@@ -83,7 +86,7 @@ class LagRelativeScorer(Scorer):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LagKV(BudgetMethod):
     """Keep sinks, the last entries, and those that vary most over channels, scaled by the next partition's range.
 

@@ -1,8 +1,7 @@
 """LU-KV: head budgets by curves from a file, which give each head's evicted share for each total share."""
 
-import dataclasses
-
 from jaxkv._checks import validate_optional_field
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.checks import ShareBudget
 from jaxkv.policies.head_budgets import unwrap_head_budgets
@@ -18,7 +17,7 @@ _SHARES = 99
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LUKV(PolicyWrapper):
     """Keep the base policy's best entries, with layer and head budgets from the model's measured curves, if given.
 
@@ -59,7 +58,8 @@ class LUKV(PolicyWrapper):
 
     def replace_base_parts(self, base: Parts) -> Parts:
         """Return the base's `Parts`, uniform layer and head budgets replaced by the curve nearest its share, if any."""
-        heads, layers = unwrap_head_budgets(base.heads), base.layers
+        heads = unwrap_head_budgets(base.heads)
+        layers = base.layers
         if self.curves is not None and isinstance(base.budget, ShareBudget):
             nearest = round((1 - base.budget.value) * (_SHARES + 1))
             dropped = self.curves[min(max(nearest, 1), _SHARES) - 1]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
@@ -11,7 +12,7 @@ from jaxkv.policies.wrapper import SparseReadPolicy
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class OmniKV(SparseReadPolicy):
     """Keep every entry, or those that `base` keeps; filter layers choose, per new token, what layers above attend to.
 
@@ -59,10 +60,8 @@ class OmniKV(SparseReadPolicy):
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        generated, remedy = (
-            self.include_generated,
-            "the base chooses for the prompt only: leave one out",
-        )
+        generated = self.include_generated
+        remedy = "the base chooses for the prompt only: leave one out"
         once = self.base_policy is None or not generated
         require(once, "include_generated", generated, remedy)
 
@@ -76,7 +75,7 @@ class OmniKV(SparseReadPolicy):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BrutalOffload(Policy):
     """Keep every entry, those of upper layers in host memory, loaded in full for each token: a baseline.
 

@@ -1,7 +1,6 @@
 """PyramidInfer: fewer entries from layer to layer, each layer's chosen among those of the layer below."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
 from jaxkv.policies.head_budgets import SharedHeads
@@ -12,7 +11,7 @@ from jaxkv.policies.registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PyramidInfer(ObservationWindowPolicy):
     """Keep entries by window attention, the same in all kv heads; each layer keeps a subset of the layer below's.
 

@@ -1,14 +1,13 @@
 """PyramidKV: many entries in lower layers, few in upper ones."""
 
-import dataclasses
-
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.layer_budgets import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import ObservationWindowPolicy
 from jaxkv.policies.registry import register
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PyramidKV(ObservationWindowPolicy):
     """Keep entries by window attention (SnapKV), with layer budgets that by default fall from bottom to top layers.
 

@@ -1,12 +1,12 @@
 """QFilters: keep the keys along the main direction of their head's queries, from a file or from the prompt."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._checks import validate_optional_field
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.config import ModelConfig
@@ -17,7 +17,7 @@ from jaxkv.policies.scorer import FutureQuerySettings, Needs, Scorer, ScorerInpu
 from jaxkv.sharding.collectives import average_over_devices, slice_own_shard
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QFilterVectors(FileArrays):
     """Q-Filters of one model, a vector of D numbers per layer and kv head: arrays, sizes, and a digest for equality.
 
@@ -38,7 +38,7 @@ class QFilterVectors(FileArrays):
         return cls.create_from_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QFilterScorer(Scorer):
     """QFilters' scorer: minus the dot product of an entry's key and its head's filter vector.
 
@@ -61,7 +61,8 @@ class QFilterScorer(Scorer):
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: minus the dot product of key and filter; ValueError if their sizes differ."""
-        (_, heads, _, dim), axes = seen.k.shape, seen.axes
+        _, heads, _, dim = seen.k.shape
+        axes = seen.axes
         if self.q_filters is None:
             mine = -_compute_main_query_direction(seen)
         else:
@@ -89,7 +90,8 @@ class QFilterScorer(Scorer):
 
 def _compute_main_query_direction(seen: ScorerInputs) -> Float[Array, "B K D"]:
     """Return the first right singular vector `[B, K, D]` of each kv head's queries, signed towards their mean."""
-    mean, covariance = seen.moments.mean, seen.moments.covariance
+    mean = seen.moments.mean
+    covariance = seen.moments.covariance
     assert covariance is not None
     each = covariance + mean[..., None] * mean[..., None, :]
     # The mean over all query heads of a kv head, also if devices share them.
@@ -101,7 +103,7 @@ def _compute_main_query_direction(seen: ScorerInputs) -> Float[Array, "B K D"]:
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class QFilters(BudgetMethod):
     """Keep entries whose keys have the largest dot product with the head's main query direction, from file or prompt.
 

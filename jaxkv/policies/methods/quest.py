@@ -1,12 +1,12 @@
 """Quest: every entry is kept; each kv head attends to the pages of entries with the largest possible logits."""
 
-import dataclasses
 from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxkv._checks import validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.layout import SegmentLayout
 from jaxkv.models.config import ModelConfig
@@ -25,7 +25,7 @@ from jaxkv.policies.wrapper import SparseReadPolicy
 _PAGES = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class TopPageReads(AttentionReads):
     """Quest's reads: per new token a kv head attends to the newest page and those of largest upper bounds of q.k.
 
@@ -89,7 +89,7 @@ class TopPageReads(AttentionReads):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Quest(SparseReadPolicy):
     """Keep every entry, or those `base` keeps; at each new token a kv head attends to pages of highest bounds of q.k.
 

@@ -1,7 +1,5 @@
 """R-KV: keep entries that the last queries attend to and whose keys are not redundant, also while decoding."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv._checks import validate_field, validate_float
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.attended import MaxPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -19,7 +18,7 @@ from jaxkv.sharding.collectives import max_over_devices
 COSINES = 1 << 22
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AttentionRedundancyScorer(WindowScorer):
     """R-KV's scorer: `mix_lambda` * attention from the last queries - (1 - `mix_lambda`) * redundancy of the key.
 
@@ -59,7 +58,8 @@ class AttentionRedundancyScorer(WindowScorer):
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: weighted pooled attention - weighted key redundancy before the window; 0 in it."""
-        (batch, heads), column = seen.k.shape[:2], seen.entry_positions
+        batch, heads = seen.k.shape[:2]
+        column = seen.entry_positions
         before = seen.mask_entries_between(last=self.window)
         # The softmax needs the largest logits of all query heads, also if devices share them.
         logits = max_over_devices(
@@ -98,7 +98,8 @@ def _compute_mean_key_cosines(
     k: Float[Array, "S D"], length: Int[Array, ""], threshold: float
 ) -> Float[Array, " S"]:
     """Return each key's mean cosine `[S]` with its head's other keys, except those whose last similar key it is."""
-    padded_len, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
+    padded_len = k.shape[0]
+    column = jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
     size = min(padded_len, max(1, COSINES // padded_len))
@@ -124,7 +125,7 @@ def _compute_mean_key_cosines(
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RKV(BudgetMethod):
     """Keep entries of high attention and low key redundancy, and recompress after every `every` new tokens.
 

@@ -1,11 +1,10 @@
 """SimLayerKV: layers that look far back keep every entry, lazy layers the first and the most recent entries."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import validate_field, validate_int
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.columns import average_over_queries
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
@@ -22,7 +21,7 @@ from jaxkv.policies.scorer import Needs, ScorerInputs, Scores
 from jaxkv.policies.unseen import PositionScores
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class LazyLayerBudgets(LayerBudgets):
     """SimLayerKV's layer budgets: all entries in the least lazy layers till the budget is spent, then always-kept ones.
 
@@ -61,10 +60,8 @@ class LazyLayerBudgets(LayerBudgets):
 
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: all in least lazy layers until the budget is spent, then always-kept."""
-        xp, order = (
-            of.array_module,
-            of.array_module.argsort(-require_finite_weights(of.weights), axis=0, stable=True),
-        )
+        xp = of.array_module
+        order = of.array_module.argsort(-require_finite_weights(of.weights), axis=0, stable=True)
         rank = xp.argsort(order, axis=0, stable=True)
         beside = of.length - of.always_kept
         return of.always_kept + xp.clip(
@@ -72,7 +69,7 @@ class LazyLayerBudgets(LayerBudgets):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RecencyScorer(PositionScores):
     """SimLayerKV's scorer: later entries score higher; it requests last queries, which `LazyLayerBudgets` reads.
 
@@ -91,7 +88,7 @@ class RecencyScorer(PositionScores):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SimLayerKV(BudgetMethod):
     """Keep every entry in layers that look far back; only sinks and recent tokens in lazy layers.
 

@@ -1,8 +1,8 @@
 """SnapKV: keep what the end of the prompt attends to; `ObservationWindowPolicy`, base of methods with such a window."""
 
-import dataclasses
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.attended import (
     GroupReduce,
     MaxPool,
@@ -16,7 +16,7 @@ from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ObservationWindowPolicy(BudgetMethod):
     """Base of SnapKV-like policies: the prompt's last `window` queries score the entries before them.
 
@@ -44,7 +44,7 @@ class ObservationWindowPolicy(BudgetMethod):
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SnapKV(ObservationWindowPolicy):
     """Keep the entries that the prompt's last queries attend to most, equally many in each kv head of a layer.
 

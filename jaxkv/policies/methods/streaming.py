@@ -1,8 +1,7 @@
 """StreamingLLM: the first tokens and the most recent ones."""
 
-import dataclasses
-
 from jaxkv._checks import validate_bool, validate_field
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
@@ -12,7 +11,7 @@ from jaxkv.policies.unseen import PositionScores
 
 
 @register
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class StreamingLLM(BudgetMethod):
     """Keep attention sinks and the most recent tokens.
 
@@ -38,7 +37,8 @@ class StreamingLLM(BudgetMethod):
 
     def build_policy_parts(self) -> Parts:
         """Return StreamingLLM's `Parts`: position scores, sinks kept; rolling, eviction by age if set."""
-        keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
+        keep = Keep(sinks=self.sinks, window=1)
+        evict = ByAge() if self.slide else None
         return self.compose(
             scorer=PositionScores(), keep=keep, evict=evict, rolling=self.rolling_positions
         )
