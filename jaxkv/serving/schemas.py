@@ -171,7 +171,9 @@ class CompletionBody(Body):
     ) = None
     guided_regex: Annotated[str, AfterValidator(Grammar.from_regex)] | None = None
     guided_grammar: Annotated[str, AfterValidator(lambda it: Grammar(rules=it))] | None = None
-    guided_choice: Annotated[list[str], AfterValidator(Grammar.from_choices)] | None = None
+    guided_choice: (
+        Annotated[list[str], Field(min_length=1), AfterValidator(Grammar.from_choices)] | None
+    ) = None
     # These identify the client and do not affect the answer.
     user: str | None = None
     safety_identifier: str | None = None
