@@ -290,7 +290,7 @@ def test_nested_without_end(client):
 
 TOOLS = [
     {"type": "function", "function": {"name": "find", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "stop<s>"}},
+    {"type": "function", "function": {"name": "stop"}},
 ]
 ARGUMENTS = '{"n": 7, "kind": "x/y"}'
 HEAD = "<|channel|>analysis<|message|>Hm {<|end|><|start|>assistant"
@@ -332,7 +332,7 @@ def test_answers_in_the_formats_of_models(kind):
             assert not accepts(kind, grammar, each + "x"), each
         for each in wrong:
             assert not accepts(kind, grammar, each) and not accepts(kind, grammar, thought + each)
-    assert accepts(kind, forced, (call % '{"any": [1]}').replace("find", "stop<s>"))
+    assert accepts(kind, forced, (call % '{"any": [1]}').replace("find", "stop"))
 
 
 def test_reasoning_that_the_prompt_begins():

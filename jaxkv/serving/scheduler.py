@@ -324,8 +324,8 @@ class Scheduler:
             extras = self.slots.extras
             masks, errors = compute_token_masks(matchers, extras.count, extras.vocab)
             extras.set_token_masks(masks)
-            self.slots.release_slots(errors)
             for slot, error in errors.items():
+                self.slots.release_slots([slot])
                 self._running.pop(slot).fail_with_error(error)
         return bool(matchers)
 
