@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import agents
+import json_schemas
 import lettered
 import openai
 import pytest
@@ -140,7 +141,7 @@ def test_special_tokens_stay_in_the_text_that_keeps_them():
 
 @pytest.fixture(scope="module", params=agents.TEMPLATES)
 def engine(request):
-    limits = {"slots": 1, "max_prompt_tokens": 1024, "max_new_tokens": 200, "precompile": False}
+    limits = {"slots": 1, "max_prompt_tokens": 1536, "max_new_tokens": 200, "precompile": False}
     with jaxkv.Engine(agents.model(request.param), **limits) as engine:
         yield engine
 
@@ -235,6 +236,67 @@ def test_an_agents_loop(engine, client):
         assert seen == [[("find", FIND)], [("add", ADD), ("find", FIND)], []]
         assert message["content"] == "It is 9."
         assert (message.get("reasoning_content") or "") == ("Hm." if thinks else "")
+
+
+def closed(properties):
+    """A schema of an object of exactly these properties."""
+    required = {"required": [*properties], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **required}
+
+
+STRICT = [
+    {"type": "function", "function": {"name": name, "parameters": closed(properties)}}
+    for name, properties in (
+        ("find", {"town": {"enum": ["Bonn", "Ulm"]}}),
+        ("add", {"terms": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}}),
+    )
+]
+DEGREES = closed({"degrees": {"type": "integer", "minimum": -40, "maximum": 50}})
+
+
+def test_an_agents_loop_under_a_grammar(engine):
+    """Three turns of random weights: any call, a call of one tool, an answer of a schema."""
+    kind = engine.session.params.name
+    asks = openai.OpenAI(
+        api_key="none",
+        base_url="http://testserver/v1",
+        http_client=TestClient(HttpApplication({"tiny": engine})),
+        max_retries=0,
+    )
+    # Without a bias, such a model thinks, and counts, for ever.
+    text = engine.session.params.text
+    (end,) = text.encode("<|end|>", bos=False)
+    letters = dict.fromkeys(text.encode("{}]o" if kind == "hermes" else "}]", bos=False), 9)
+    options = {"tools": STRICT, "seed": 4, "logit_bias": {**letters, end: 40}}
+    form = {"type": "json_schema", "json_schema": {"name": "degrees", "schema": DEGREES}}
+    turns = (
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+        {"tool_choice": "none", "response_format": form},
+    )
+    for stream in (False, True):
+        messages, seen = [ASK], []
+        for turn in turns:
+            answer = asks.chat.completions.create(
+                model="tiny", messages=messages, stream=stream, **options, **turn
+            )
+            if stream:
+                message, reason = collected(answer)
+            else:
+                (choice,) = answer.choices
+                message, reason = choice.message.model_dump(), choice.finish_reason
+            calls = message["tool_calls"] or []
+            assert reason == ("tool_calls" if calls else "stop"), message
+            messages.append({"role": "assistant", **message})
+            for each in calls:
+                seen.append((each["function"]["name"], json.loads(each["function"]["arguments"])))
+                result = {"role": "tool", "tool_call_id": each["id"], "content": "7"}
+                messages.append(result)
+        (first, arguments), (second, terms) = seen
+        schemas = {each["function"]["name"]: each["function"]["parameters"] for each in STRICT}
+        assert json_schemas.follows(arguments, schemas[first])
+        assert second == "add" and json_schemas.follows(terms, schemas["add"])
+        assert json_schemas.follows(json.loads(message["content"]), DEGREES)
 
 
 def test_only_the_first_call_unless_parallel(engine, client):

@@ -273,6 +273,7 @@ def test_slots_hold_extras_while_a_sequence_needs_them():
     slots.release_slots([1])
     slots.decode(2)
     assert slots.nbytes == before
+    check_masks(slots)
     slots.insert_sequence(paused, 2)
     alone = runs.alone(model(), policy, dataclasses.replace(asked, sampling=MIXED[0]))
     assert slots.decode(8)[2][:2].tolist() == alone[1:]
@@ -286,6 +287,29 @@ def test_slots_on_a_mesh_hold_extras():
     slots.compile_programs(lengths=False)
     compile_extras(slots)
     runs.check(split, policy, requests(6), slots=slots, reference=whole)
+    check_masks(slots)
+
+
+def check_masks(slots):
+    """Two slots sample the only token that their masks allow, a third what it samples without; nothing compiles."""
+    given = [dataclasses.replace(each, new=9, eos=()) for each in requests(3)]
+    given = [dataclasses.replace(each, sampling=MIXED[1]) for each in given]
+    (free,), _ = runs.answered(slots, given[2:])
+    clock = StageClock()
+    with clock:
+        for slot, asked in enumerate(given):
+            cache = slots.prefill(asked.prompt, key=asked.seed)
+            how = {"max_new_tokens": 9, "sampling": asked.sampling, "key": asked.seed}
+            slots.insert_sequence(slots.begin_sequence(cache, extras=slot < 2, **how), slot)
+        for at, (one, other) in enumerate(((5, 33), (63, 0), (31, 32))):
+            masks = np.full((slots.count, 2), 2**32 - 1, np.uint32)
+            for slot, token in enumerate((one, other)):
+                masks[slot] = 0
+                masks[slot, token // 32] = 1 << token % 32
+            slots.extras.set_token_masks(masks)
+            assert slots.decode(1)[:3, 0].tolist() == [one, other, free[at]]
+    assert clock.programs == 0
+    slots.release_slots(range(3))
 
 
 def test_an_engine_answers_as_generate_whatever_runs_beside():

@@ -130,7 +130,7 @@ def create_extras(
         counts=jnp.zeros((batch, vocab), jnp.int32),
         in_prompt=jnp.asarray(in_prompt),
         bias=jnp.asarray(bias),
-        allowed=jnp.full((batch, -(-vocab // _BITS)), 2**_BITS - 1, jnp.uint32),
+        allowed=jnp.asarray(np.full((batch, -(-vocab // _BITS)), 2**_BITS - 1, np.uint32)),
         penalties=jnp.asarray(np.full((batch, 3), penalties, np.float32)),
         scored=jnp.full((batch,), given.logprobs is not None),
     )

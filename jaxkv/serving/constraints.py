@@ -32,8 +32,11 @@ class GrammarCompiler:
 
             tokenizer = self._tokenizer
         except (ModuleNotFoundError, ValueError) as error:
-            remedy = f"needs llguidance (pip install 'jaxkv[serve]') and a tokenizer that it supports: {error}"
-            raise build_value_error("grammar", grammar.rules, remedy) from error
+            raise build_value_error(
+                "grammar",
+                grammar.rules,
+                f"needs llguidance (pip install 'jaxkv[serve]') and a tokenizer that it supports: {error}",
+            ) from error
         matcher = LLMatcher(tokenizer, grammar.rules, log_level=0)
         fault = _shorten_fault(matcher.get_error())
         require(not fault, "grammar", grammar.rules, f"{fault}: change the grammar")
@@ -71,9 +74,12 @@ def compute_token_masks(
     masks = allocate_token_bitmask(slots, vocab)
     pairs = [(matcher, slot) for slot, matcher in matchers.items()]
     fill_next_token_bitmask_par(_create_executor(), pairs, masks)
-    remedy = "no token can follow: allow other texts"
     errors = {
-        slot: build_value_error("grammar", _shorten_fault(matcher.get_error()), remedy)
+        slot: build_value_error(
+            "grammar",
+            _shorten_fault(matcher.get_error()),
+            "no token can follow: allow other texts",
+        )
         for matcher, slot in pairs
         if matcher.is_error() or not masks[slot].any()
     }
@@ -90,4 +96,4 @@ def _create_executor() -> Any:
 
 def _shorten_fault(fault: str) -> str:
     """Return a message of llguidance in one line, without its quotes of the grammar and of the parser's state."""
-    return " ".join(re.split(r"\n(?:<| +1 \|)", fault)[0].split())
+    return " ".join(re.split(r"\n(?:<| +1 \|)", fault)[0].split())[:500]

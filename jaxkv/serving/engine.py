@@ -306,7 +306,7 @@ class Engine:
             "submit takes one prompt: call map for several",
         )
         self._require_prompt_fits(int(encoded.prompt_lengths[0]), document)
-        matcher = None if grammar is None else self._grammars.compile(grammar)
+        matcher = grammar and self._grammars.compile(grammar)
         answer = functools.partial(
             RequestWork,
             encoded=encoded,

@@ -318,16 +318,14 @@ class Scheduler:
                 self._store_conversation(slot, work)
 
     def _constrain_next_tokens(self) -> bool:
-        """Mask tokens of slots under a grammar, end answers that cannot go on; return whether there are such slots."""
-        matchers = {
-            slot: work.matcher for slot, work in self._running.items() if work.matcher is not None
-        }
+        """Mask tokens of slots under a grammar, end answers without an allowed token; return if slots have grammars."""
+        matchers = {slot: work.matcher for slot, work in self._running.items() if work.matcher}
         if matchers:
             extras = self.slots.extras
             masks, errors = compute_token_masks(matchers, extras.count, extras.vocab)
             extras.set_token_masks(masks)
-            self.slots.release_slots(errors)
             for slot, error in errors.items():
+                self.slots.release_slots([slot])
                 self._running.pop(slot).fail_with_error(error)
         return bool(matchers)
 

@@ -171,7 +171,9 @@ class CompletionBody(Body):
     ) = None
     guided_regex: Annotated[str, AfterValidator(Grammar.from_regex)] | None = None
     guided_grammar: Annotated[str, AfterValidator(lambda it: Grammar(rules=it))] | None = None
-    guided_choice: Annotated[list[str], AfterValidator(Grammar.from_choices)] | None = None
+    guided_choice: (
+        Annotated[list[str], Field(min_length=1), AfterValidator(Grammar.from_choices)] | None
+    ) = None
     # These identify the client and do not affect the answer.
     user: str | None = None
     safety_identifier: str | None = None
@@ -287,8 +289,12 @@ class ChatBody(CompletionBody):
         for tool in chat.tools if "call" in format.markers else ():
             named = {"type": "function", "function": {"name": tool["function"]["name"]}}
             tools += [tool] * (choice in ("auto", "required", named))
-        remedy = "no such call: use auto, none, required or a tool's name, for a model with calls"
-        require(free or bool(tools), "tool_choice", choice, remedy)
+        require(
+            free or tools != [],
+            "tool_choice",
+            choice,
+            "no such call: use auto, none, required or a tool's name, for a model with calls",
+        )
         return build_answer_grammar(format, text, content=content if free else None, tools=tools)
 
     @property

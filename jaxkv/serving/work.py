@@ -155,7 +155,7 @@ class RequestWork(PrefillWork):
         pause = now - self.last if self.first else 0.0
         self.first, self.last = self.first or now, now
         self.sampled += tokens
-        if self.matcher is not None:
+        if self.matcher:
             self.complete = self.matcher.consume_tokens(tokens) and self.matcher.is_stopped()
         mine = jax.tree.map(lambda each: each[[row]], logprobs)
         self.answers.append_token_ids(np.asarray([tokens], np.int32), mine)

@@ -87,7 +87,7 @@ def build_answer_grammar(
     Returns:
         The grammar.
     """
-    answers = [] if content is None else [format.rules["content"]]
+    answers = [format.rules["content"]] if content else []
     schemas = []
     for at, tool in enumerate(tools):
         function, arguments = tool["function"], f"arguments_{at}"
@@ -105,7 +105,7 @@ def build_answer_grammar(
         rules = rules.replace(f'[suffix="{token.content}"]: TEXT', f": TEXT <[{index}]>")
         rules = rules.replace(token.content, f'" <[{index}]> "')
     grammars = [{"lark_grammar": "\n".join([rules, *schemas])}]
-    if content is not None:
+    if content:
         grammars.append({"name": "content", "lark_grammar": content.rules})
     return Grammar(rules=json.dumps({"grammars": grammars}))
 
