@@ -24,6 +24,7 @@ Budget = Annotated[int | float, Field(gt=0, lt=2**31)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's keys are texts.
 TokenKey = Annotated[Token, Field(strict=False)]
+Effort = Literal["none", "low", "medium", "high"]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 Ids = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
@@ -209,7 +210,7 @@ class ChatBody(CompletionBody):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
 
     @property
     def chat(self) -> Chat:
