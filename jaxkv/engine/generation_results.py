@@ -107,15 +107,19 @@ class Stats:
         return self.transferred_bytes / max(1, self.decode_steps)
 
 
+# Ids and log-probabilities of a token and of the likeliest ones in its place, its own first.
+ScoredToken = tuple[list[int], list[Any]]
+
+
 # Arrays have no single truth value, so results are equal only to themselves.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLogprobs:
-    """Natural log-probabilities of an answer's n tokens, and of the k likeliest tokens in place of each.
+    """Natural log-probabilities of an answer's or prompt's n tokens, and of the k likeliest tokens in place of each.
 
     Those of the model's own logits: before penalties, biases and temperature.
 
     Attributes:
-        token_logprobs: of the sampled tokens.
+        token_logprobs: of the tokens.
         top_ids: ids of the likeliest tokens, in descending order.
         top_logprobs: of these.
     """
@@ -125,8 +129,8 @@ class TokenLogprobs:
     top_logprobs: Float[np.ndarray, "n k"]
 
     @classmethod
-    def from_tokens(cls, scored: Iterable[tuple[list[int], list[float]]]) -> "TokenLogprobs":
-        """Build them from pairs of lists per token, ids and log-probabilities, the sampled token's first."""
+    def from_tokens(cls, scored: Iterable[ScoredToken]) -> "TokenLogprobs":
+        """Build them from scored tokens."""
         ids, values = (np.asarray(each) for each in zip(*scored, strict=True))
         values = values.astype(np.float32)
         return cls(token_logprobs=values[:, 0], top_ids=ids[:, 1:], top_logprobs=values[:, 1:])
@@ -147,6 +151,7 @@ class Completion:
         finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
         stop_reason: the stop string that ended the answer; None for an end-of-answer token or "length".
         logprobs: log-probabilities of the tokens; None unless the `Sampling` asks for them.
+        prompt_logprobs: those of the prompt's tokens from the second on; None unless the `Sampling` asks for them.
     """
 
     text: str | None
@@ -154,6 +159,7 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
     def __repr__(self) -> str:
         """Return a one-line summary: text or token ids, number of tokens, finish reason."""
@@ -176,7 +182,7 @@ class Generation:
     """Result of `generate`: a sequence with one `Completion` per prompt, plus the cache and statistics.
 
     For a single prompt, no index is needed: `out.text` is `out[0].text`. With several prompts, `text`,
-    `tokens`, `finish_reason`, `stop_reason` and `logprobs` raise an AttributeError.
+    `tokens`, `finish_reason`, `stop_reason`, `logprobs` and `prompt_logprobs` raise an AttributeError.
 
     Attributes:
         completions: one `Completion` per prompt, in order.
@@ -212,6 +218,11 @@ class Generation:
     def logprobs(self) -> TokenLogprobs | None:
         """`TokenLogprobs` of the only prompt's answer, None if not asked for; AttributeError for several prompts."""
         return self._get_only_completion("logprobs").logprobs
+
+    @property
+    def prompt_logprobs(self) -> TokenLogprobs | None:
+        """`TokenLogprobs` of the only prompt's tokens but the first; AttributeError for several prompts."""
+        return self._get_only_completion("prompt_logprobs").prompt_logprobs
 
     def _get_only_completion(self, name: str) -> Completion:
         """Return the `Completion` of the only prompt; for several raise an AttributeError that names `name`."""
@@ -305,7 +316,7 @@ class AnswerCollector:
         self._text = [""] * batch
         self._shown = [0] * batch
         self._stops = tuple(stops)
-        self.scored: list[list[tuple[list[int], list[float]]]] = [[] for _ in range(batch)]
+        self.scored: list[list[ScoredToken]] = [[] for _ in range(batch)]
         # Log-probabilities per token: its own, and those of the likeliest tokens.
         self._scores = 0 if top is None else 1 + top
 
@@ -351,7 +362,7 @@ class AnswerCollector:
         for ids, stop, text, decoder, scored in zip(
             self.tokens, self.met, self._text, self._decoders, self.scored, strict=True
         ):
-            ended = stop is not None or ids[-1] in eos
+            ended = stop is not None or any(each in eos for each in ids[-1:])
             completions.append(
                 Completion(
                     text=None if decoder is None else text,

@@ -129,6 +129,7 @@ class TranslatedBody(ChatBody):
     """Base of a chat's body in another API's form: for one answer; a subclass renames fields."""
 
     n: Literal[1] = 1
+    prompt_logprobs: None = None
     messages: Items
     system: str | Annotated[list[Part], Field(min_length=1)] | None = None
     tools: list[Annotated[Tool, BeforeValidator(_read_tool)]] = []

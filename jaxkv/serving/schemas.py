@@ -138,6 +138,7 @@ class CompletionBody(Body):
     frequency_penalty: float = 0.0
     logit_bias: dict[TokenKey, float] = {}
     stop_token_ids: Annotated[tuple[Token, ...], Field(strict=False)] = ()
+    prompt_logprobs: Alternatives | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
@@ -150,9 +151,12 @@ class CompletionBody(Body):
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
 
-    def make_sampling(self, logprobs: int | None) -> Sampling:
-        """Return a request body's settings of sampling as a `Sampling`, without seed."""
-        return Sampling(**self.model_dump(include=_SETTINGS), logprobs=logprobs)
+    def make_sampling(self, **given: int | None) -> Sampling:
+        """Return a request body's settings of sampling, and `given` ones, as a `Sampling`, without seed."""
+        made = Sampling(**self.model_dump(include=_SETTINGS) | given)
+        streams = self.stream and made.prompt_logprobs is not None
+        require(not streams, "stream", True, "a scored prompt is not streamed: leave it out")
+        return made
 
 
 class TextBody(CompletionBody):
@@ -165,11 +169,17 @@ class TextBody(CompletionBody):
         | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Alternatives | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
 
     @property
     def sampling_settings(self) -> Sampling:
         """A request body's settings of sampling as a `Sampling`, without seed."""
-        return self.make_sampling(self.logprobs)
+        require(self.echo or self.max_tokens != 0, "max_tokens", 0, "use 1 or more, or echo=true")
+        if not self.echo:
+            return self.make_sampling(logprobs=self.logprobs)
+        top = max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.make_sampling(logprobs=self.logprobs, prompt_logprobs=top)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -180,7 +190,7 @@ class TextBody(CompletionBody):
     @property
     def max_answer_tokens(self) -> int:
         """Requested maximum tokens of an answer of /v1/completions; 16, OpenAI's default, if None."""
-        return self.max_tokens or 16
+        return 16 if self.max_tokens is None else self.max_tokens
 
 
 class FunctionSchema(Body):
@@ -230,7 +240,7 @@ class ChatBody(CompletionBody):
         """A request body's settings of sampling as a `Sampling`, without seed."""
         fine = self.logprobs or not self.top_logprobs
         require(fine, "top_logprobs", self.top_logprobs, "set logprobs=true, or leave it out")
-        return self.make_sampling(self.top_logprobs if self.logprobs else None)
+        return self.make_sampling(logprobs=self.top_logprobs if self.logprobs else None)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -289,9 +299,10 @@ class Choice(BaseModel):
 
 
 class TextChoice(Choice):
-    """One answer of /v1/completions, or a piece of it: its text."""
+    """One answer of /v1/completions, or a piece of it: its text, with an echo the prompt's before it."""
 
     text: str
+    prompt_logprobs: list[Any] | None = None
 
 
 class ChatChoice(Choice):
@@ -314,6 +325,7 @@ class Reply(BaseModel):
     created: int
     model: str
     choices: list[TextChoice | ChatChoice | ChatPiece]
+    prompt_logprobs: list[Any] | None = None
     usage: Usage | None = None
 
 
