@@ -75,6 +75,21 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @classmethod
+    def of(cls, params: Any) -> "Sampling":
+        """Return the settings of a model's `generation_config.json`; the defaults of fields that it leaves out.
+
+        Args:
+            params: from `jaxkv.load`.
+
+        Returns:
+            The sampler; greedy if the file has `"do_sample": false`.
+
+        Raises:
+            ValueError: for a value that is not supported.
+        """
+        return cls(**params.sampling_defaults)
+
     def __post_init__(self) -> None:
         _checks.validate_field(
             self, "temperature", _checks.validate_float, "give a number of 0 or more"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -151,9 +152,10 @@ class CompletionBody(Body):
     prompt_cache_key: str | None = None
     metadata: dict[str, Any] | None = None
 
-    def make_sampling(self, **given: int | None) -> Sampling:
-        """Return a request body's settings of sampling, and `given` ones, as a `Sampling`, without seed."""
-        made = Sampling(**self.model_dump(include=_SETTINGS) | given)
+    def combine_sampling(self, defaults: Mapping[str, Any], **given: int | None) -> Sampling:
+        """Return `defaults`, then the body's own settings of sampling, then `given` ones as a `Sampling`."""
+        own = self.model_dump(include=_SETTINGS, exclude_unset=True)
+        made = Sampling(**{**defaults, **own, **given})
         streams = self.stream and made.prompt_logprobs is not None
         require(not streams, "stream", True, "a scored prompt is not streamed: leave it out")
         return made
@@ -172,14 +174,13 @@ class TextBody(CompletionBody):
     echo: bool = False
     max_tokens: Annotated[int, Field(ge=0)] | None = None
 
-    @property
-    def sampling_settings(self) -> Sampling:
-        """A request body's settings of sampling as a `Sampling`, without seed."""
+    def make_sampling(self, defaults: Mapping[str, Any]) -> Sampling:
+        """Return the body's settings of sampling as a `Sampling`; `defaults` of fields that it leaves out."""
         require(self.echo or self.max_tokens != 0, "max_tokens", 0, "use 1 or more, or echo=true")
         if not self.echo:
-            return self.make_sampling(logprobs=self.logprobs)
+            return self.combine_sampling(defaults, logprobs=self.logprobs)
         top = max(self.logprobs or 0, self.prompt_logprobs or 0)
-        return self.make_sampling(logprobs=self.logprobs, prompt_logprobs=top)
+        return self.combine_sampling(defaults, logprobs=self.logprobs, prompt_logprobs=top)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -235,12 +236,12 @@ class ChatBody(CompletionBody):
             template_arguments=thinks | self.chat_template_kwargs,
         )
 
-    @property
-    def sampling_settings(self) -> Sampling:
-        """A request body's settings of sampling as a `Sampling`, without seed."""
+    def make_sampling(self, defaults: Mapping[str, Any]) -> Sampling:
+        """Return the body's settings of sampling as a `Sampling`; `defaults` of fields that it leaves out."""
         fine = self.logprobs or not self.top_logprobs
         require(fine, "top_logprobs", self.top_logprobs, "set logprobs=true, or leave it out")
-        return self.make_sampling(logprobs=self.top_logprobs if self.logprobs else None)
+        top = self.top_logprobs if self.logprobs else None
+        return self.combine_sampling(defaults, logprobs=top)
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -56,10 +56,13 @@ def submit_body_requests(
         )
         format = dataclasses.replace(format, parallel=body.parallel_tool_calls)
         prompts = [dataclasses.replace(body.chat, kept_special_tokens=format.special_tokens)]
-    most, asked = engine.limits.new, body.max_answer_tokens
+    most, asked, params = engine.limits.new, body.max_answer_tokens, engine.session.params
+    sampling = body.make_sampling(
+        params.sampling_defaults if limits.generation_config == "auto" else {}
+    )
     options: dict[str, Any] = {
         "max_new_tokens": most if asked is None else min(asked, most),
-        "sampling": body.sampling_settings,
+        "sampling": sampling,
         "stop": body.stop,
         "budget": body.budget,
         "stop_at_eos": not body.ignore_eos,
@@ -71,7 +74,7 @@ def submit_body_requests(
     }
     if body.seed is not None:
         seed = body.seed
-    elif body.temperature == 0:
+    elif sampling.temperature == 0:
         seed = None
     elif seed is None:
         seed = secrets.randbits(32)
