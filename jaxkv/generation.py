@@ -315,11 +315,9 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     """Generator: run one `generate` call; if streaming, yield lists of new text per sequence; return `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
     eos = params.end_token_ids if call.stop_at_eos else ()
-    scorer, ends = (
-        PromptScorer.create_for_sampler(call.sampling),
-        len(make_end_id_table(call.sampling, eos)),
-    )
-    cache, sizes = _prefill_or_extend(call, scorer, ends=ends)
+    scorer = PromptScorer(top=get_settings(call.sampling).prompt_logprobs)
+    size = len(make_end_id_table(call.sampling, eos))
+    cache, sizes = _prefill_or_extend(call, scorer, ends=size)
     decode_loop = session.start_decode_loop(
         cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos, prompts=encoded.ids
     )
@@ -333,9 +331,9 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     closing = answers.flush_text()
     if call.interval is not None and any(closing):
         yield closing
-    completions = answers.build_completions(collect_end_ids(call.sampling, eos))
+    ends = collect_end_ids(call.sampling, eos)
     return Generation(
-        completions=tuple(scorer.add_to_completions(completions)),
+        completions=tuple(answers.build_completions(ends, scorer.scored)),
         cache=dataclasses.replace(cache, turn=encoded.conversation_state, logits=None),
         stats=_build_stats(call, cache, sizes, answers, decode_loop),
     )

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -69,14 +68,13 @@ class LanguageModel(nnx.Module):
         text: ChatTokenizer | None,
         name: str,
         filter_layers: tuple[int, ...] | None = None,
-        generation: Mapping[str, Any] = MappingProxyType({}),
+        generation: Mapping[str, Any] = {},
     ):
         self.decoder = decoder
         self.text = text
         self.name = name
         self.filter_layers = filter_layers
-        # Flax would take a dict for a part of the module.
-        self.generation = MappingProxyType(dict(generation))
+        self.generation = generation
         self.fingerprint = _hash_model(decoder)
         self._flat: SplitDecoder | None = None
 

@@ -1,5 +1,7 @@
 """Log-probabilities of prompts: those of decoding token by token without compression, in `generate` and the server."""
 
+import functools
+
 import jax
 import lettered
 import meshes
@@ -18,10 +20,11 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 POLICY = jaxkv.KNorm(budget=16)
 
 
+@functools.cache
 def golden(model, prompt):
     """Log-softmax `[T - 1, V]` in float64 of the logits after each token but the last, decoded over the full cache."""
     session = jaxkv.Session(model, jaxkv.FullKV())
-    cache, found = session.prefill([prompt[:1]], new=len(prompt)), []
+    cache, found = session.prefill([list(prompt[:1])], new=len(prompt)), []
     for token in prompt[1:]:
         logits = np.asarray(cache.logits, np.float64)[0]
         found.append(logits - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
@@ -62,7 +65,7 @@ def test_a_batch_is_scored_before_its_compression(policy):
     assert plain[0].prompt_logprobs is None and scored[1].prompt_logprobs is None
     for at in (0, 2):
         assert scored[at].logprobs is None
-        assert_golden(scored[at].prompt_logprobs, golden(model, prompts[at]), prompts[at])
+        assert_golden(scored[at].prompt_logprobs, golden(model, tuple(prompts[at])), prompts[at])
     alone = jaxkv.generate(model, prompts[0], sampling=asked, **greedy)
     np.testing.assert_allclose(
         alone.prompt_logprobs.token_logprobs, scored[0].prompt_logprobs.token_logprobs, atol=1e-4

@@ -1,6 +1,7 @@
 """Results of `generate`: `Generation`, `Completion`, `Stats`, `Stream`; `AnswerCollector` decodes sampled ids."""
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Collection, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal, SupportsIndex, overload
@@ -129,8 +130,10 @@ class TokenLogprobs:
     top_logprobs: Float[np.ndarray, "n k"]
 
     @classmethod
-    def from_tokens(cls, scored: Iterable[ScoredToken]) -> "TokenLogprobs":
-        """Build them from scored tokens."""
+    def from_tokens(cls, scored: Sequence[ScoredToken]) -> "TokenLogprobs | None":
+        """Build them from scored tokens; None without any."""
+        if not scored:
+            return None
         ids, values = (np.asarray(each) for each in zip(*scored, strict=True))
         values = values.astype(np.float32)
         return cls(token_logprobs=values[:, 0], top_ids=ids[:, 1:], top_logprobs=values[:, 1:])
@@ -356,11 +359,14 @@ class AnswerCollector:
                 self._text[row] += decoder.flush_text()
         return [self._take_unshown_text(row, whole=True) for row in range(len(self.tokens))]
 
-    def build_completions(self, eos: Container[int]) -> list[Completion]:
-        """Return the `Completion` of each sequence; `eos` are the ids that end one."""
+    def build_completions(
+        self, eos: Container[int], prompts: Iterable[Sequence[ScoredToken]] = ()
+    ) -> list[Completion]:
+        """Return the `Completion` of each sequence; `eos` are the ids that end one, `prompts` the prompts' tokens."""
         completions = []
-        for ids, stop, text, decoder, scored in zip(
-            self.tokens, self.met, self._text, self._decoders, self.scored, strict=True
+        before = itertools.chain(prompts, itertools.repeat(()))
+        for ids, stop, text, decoder, scored, prompt in zip(
+            self.tokens, self.met, self._text, self._decoders, self.scored, before, strict=False
         ):
             ended = stop is not None or any(each in eos for each in ids[-1:])
             completions.append(
@@ -369,7 +375,8 @@ class AnswerCollector:
                     tokens=np.asarray(ids, np.int32),
                     finish_reason="stop" if ended else "length",
                     stop_reason=stop,
-                    logprobs=TokenLogprobs.from_tokens(scored) if scored else None,
+                    logprobs=TokenLogprobs.from_tokens(scored),
+                    prompt_logprobs=TokenLogprobs.from_tokens(prompt[1:]),
                 )
             )
         return completions

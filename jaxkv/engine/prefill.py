@@ -136,9 +136,8 @@ def prefill(
             )
         )
     lengths = np.asarray(lengths, np.int64)
-    prompts = PrefillLayerSource(
-        flat, tokens, lengths, policy, needed, key, implementation, whole=scorer.is_active
-    )
+    prompts = PrefillLayerSource(flat, tokens, lengths, policy, needed, key, implementation)
+    prompts.whole = scorer.is_active
     if prompts.parts.needs.replay is None:
         cache = yield from prefill_layers(prompts)
     else:
@@ -201,9 +200,12 @@ class PrefillLayerSource(PromptEntrySource):
     Attributes:
         x: hidden states after the last layer that ran; after the top layer, of the last token only unless `whole`.
         query_buffers: query buffers of the layers that have one.
+        whole: True if the top layer computes the hidden states of all tokens.
         to_host_store: entries of offloaded layers in host memory.
         centres: means of keys by layer, if the cache holds transformed entries.
     """
+
+    whole = False
 
     def __init__(
         self,
@@ -214,7 +216,6 @@ class PrefillLayerSource(PromptEntrySource):
         needed: PrefillPlan,
         key: PRNGKeyArray,
         implementation: Implementation,
-        whole: bool = False,
     ):
         """Place right-padded prompts on the device, embed them, prepare masks and angles; run no layer.
 
@@ -232,7 +233,7 @@ class PrefillLayerSource(PromptEntrySource):
             sliding_windows=config.sliding_windows,
             axes=axes,
         )
-        self.flat, self.needed, self.policy, self.whole = flat, needed, policy, whole
+        self.flat, self.needed, self.policy = flat, needed, policy
         self.merge_key, self.implementation = key, implementation
         self.key = key if axes is None else move_to_sharding(key, get_array_sharding("", (), axes))
         self.dtype = needed.dtype

@@ -27,6 +27,7 @@ from jaxkv.engine.sampling import (
     Sampler,
     collect_end_ids,
     combine_samplers,
+    get_settings,
     needs_extras,
 )
 from jaxkv.engine.session import Session
@@ -264,7 +265,7 @@ class Engine:
             arguments.validate_sampler(sampling),
             arguments.validate_stop_strings(stop),
         )
-        scorer = PromptScorer.create_for_sampler(sampling)
+        scorer = PromptScorer(top=get_settings(sampling).prompt_logprobs)
         least, remedy = int(not scorer.is_active), "sample at least 1 token, or score the prompt"
         new = _checks.validate_int("max_new_tokens", new, remedy, least=least, most=most)
         keys = [

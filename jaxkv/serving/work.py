@@ -184,5 +184,5 @@ class RequestWork(PrefillWork):
             first_token_seconds=first - self.submitted,
             seconds=time.monotonic() - self.submitted,
         )
-        (completion,) = self.scorer.add_to_completions(self.answers.build_completions(self.eos))
-        self.request.set_completion(completion, stats)
+        answers = self.answers.build_completions(self.eos, self.scorer.scored)
+        self.request.set_completion(answers[0], stats)
