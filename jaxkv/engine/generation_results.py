@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxkv._checks import shorten_text, use_package_jax_settings
 from jaxkv.cache import KVCache
+from jaxkv.engine.sampling_extras import ScoredToken
 from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 
 # OpenAI's and vLLM's names for why sampling ended.
@@ -106,10 +107,6 @@ class Stats:
     def transferred_bytes_per_step(self) -> float:
         """Mean number of bytes transferred from host memory per decode step."""
         return self.transferred_bytes / max(1, self.decode_steps)
-
-
-# Ids and log-probabilities of a token and of the likeliest ones in its place, its own first.
-ScoredToken = tuple[list[int], list[Any]]
 
 
 # Arrays have no single truth value, so results are equal only to themselves.

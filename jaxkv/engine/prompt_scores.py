@@ -8,9 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.engine.embedding import compute_logits
-from jaxkv.engine.generation_results import ScoredToken
 from jaxkv.engine.progress import Walk
-from jaxkv.engine.sampling_extras import score_tokens
+from jaxkv.engine.sampling_extras import ScoredToken, score_tokens
 from jaxkv.models.decoder import SplitDecoder
 from jaxkv.sharding.mesh import copy_to_host
 

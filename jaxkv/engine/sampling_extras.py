@@ -18,6 +18,8 @@ from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_dataclass_on_m
 
 # Bits of a word of a token mask.
 _BITS = 32
+# Ids and log-probabilities of a token and of the likeliest ones in its place, its own first.
+ScoredToken = tuple[list[int], list[Any]]
 
 
 @jax.tree_util.register_dataclass

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from jaxkv.engine.generation_results import Completion, ScoredToken
+from jaxkv.engine.generation_results import Completion
 from jaxkv.engine.prompt_scores import UNSCORED
+from jaxkv.engine.sampling_extras import ScoredToken
 from jaxkv.serving.stats import RequestStats
 from jaxkv.text.answer_parsing import PLAIN, AnswerFormat
 from jaxkv.text.tokenizer import ChatTokenizer
