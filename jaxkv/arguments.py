@@ -20,6 +20,7 @@ from jaxkv.engine.sampling import (
     GREEDY,
     Sampler,
     Sampling,
+    get_settings,
     is_greedy,
     require_ids_in_vocabulary,
 )
@@ -175,9 +176,20 @@ def validate_progress(given: Any) -> bool | None:
 
 
 def check_sampling_options(
-    params: LanguageModel, sampling: Sampler, key: PRNGKeyArray | None, stops: tuple[str, ...]
+    params: LanguageModel,
+    sampling: Sampler,
+    key: PRNGKeyArray | None,
+    stops: tuple[str, ...],
+    *,
+    continues: bool,
 ) -> None:
-    """Raise ValueError for a random sampler without a key, unknown token ids, or stop strings without a tokenizer."""
+    """Raise ValueError for a random sampler without a key, unknown token ids, or stop strings without a tokenizer.
+
+    Also raise it for log-probabilities of a prompt that `continues` a cache.
+    """
+    top = get_settings(sampling).prompt_logprobs
+    remedy = "not supported for a question on a cache or document: leave it out"
+    require(top is None or not continues, "prompt_logprobs", top, remedy)
     remedy = f"{sampling} uses random numbers: give key=jax.random.key(0), or seed=0"
     require(is_greedy(sampling) or key is not None, "key", key, remedy)
     require_ids_in_vocabulary(sampling, params.config.vocab)

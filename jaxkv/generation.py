@@ -21,6 +21,7 @@ from jaxkv.engine.early_compilation import start_loop_compilation
 from jaxkv.engine.generation_results import AnswerCollector, Generation, Stats, Stream
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.progress import run_generator
+from jaxkv.engine.prompt_scores import PromptScorer
 from jaxkv.engine.sampling import Sampler, collect_end_ids, get_settings, make_end_id_table
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
@@ -250,7 +251,8 @@ def generate(
     stop_at_eos = _checks.validate_bool("stop_at_eos", stop_at_eos)
     implementation = arguments.validate_implementation(implementation)
     progress = arguments.validate_progress(progress)
-    arguments.check_sampling_options(params, sampling, key, stops)
+    continues = cache is not None
+    arguments.check_sampling_options(params, sampling, key, stops, continues=continues)
     turn = ConversationState.START if cache is None else cache.turn
     if cache is not None:
         policy = (
@@ -320,7 +322,9 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     params = call.session.params
     encoded = call.encoded
     eos = params.end_token_ids if call.stop_at_eos else ()
-    cache, sizes = _prefill_or_extend(call, ends=len(make_end_id_table(call.sampling, eos)))
+    scorer = PromptScorer(top=get_settings(call.sampling).prompt_logprobs)
+    size = len(make_end_id_table(call.sampling, eos))
+    cache, sizes = _prefill_or_extend(call, scorer, ends=size)
     decode_loop = session.start_decode_loop(
         cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos, prompts=encoded.ids
     )
@@ -334,14 +338,17 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     closing = answers.flush_text()
     if call.interval is not None and any(closing):
         yield closing
+    ends = collect_end_ids(call.sampling, eos)
     return Generation(
-        completions=tuple(answers.build_completions(collect_end_ids(call.sampling, eos))),
+        completions=tuple(answers.build_completions(ends, scorer.scored)),
         cache=dataclasses.replace(cache, turn=encoded.conversation_state, logits=None),
         stats=_build_stats(call, cache, sizes, answers, decode_loop),
     )
 
 
-def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[str, Any]]:
+def _prefill_or_extend(
+    call: GenerateCall, scorer: PromptScorer, *, ends: int
+) -> tuple[KVCache, dict[str, Any]]:
     """Prefill prompts while the decode loop compiles, or extend the given cache; return cache and sizes for `Stats`."""
     session = call.session
     encoded = call.encoded
@@ -354,7 +361,7 @@ def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[
     needed = session.plan(encoded.prompt_lengths, new)
     loop = start_loop_compilation(session, needed, new=new, sampling=call.sampling, ends=ends)
     with make_progress_bar(call.progress, session.params.config.layers, "prefill") as shown:
-        cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
+        cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update, scorer=scorer)
     if loop is not None:
         loop.wait()
     spare = len(cache.seen) * cache.headroom_nbytes(needed.headroom)

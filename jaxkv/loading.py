@@ -45,6 +45,8 @@ _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 _HEAD = "lm_head.weight"
+# Keys of `generation_config.json` that are fields of `Sampling`.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LanguageModel(nnx.Module):
@@ -55,6 +57,7 @@ class LanguageModel(nnx.Module):
         text: tokenizer and chat template, or None if the checkpoint has none. It never enters jitted code.
         name: name or path of the checkpoint.
         filter_layers: layers whose attention best predicts what the layers above attend to (OmniKV), or None.
+        generation: keys of the checkpoint's `generation_config.json`; empty without this file.
         fingerprint: hash of these weights. Caches carry it, so that a cache of other weights is rejected.
     """
 
@@ -65,11 +68,13 @@ class LanguageModel(nnx.Module):
         text: ChatTokenizer | None,
         name: str,
         filter_layers: tuple[int, ...] | None = None,
+        generation: Mapping[str, Any] = {},
     ):
         self.decoder = decoder
         self.text = text
         self.name = name
         self.filter_layers = filter_layers
+        self.generation = generation
         self.fingerprint = _hash_model(decoder)
         self._flat: SplitDecoder | None = None
 
@@ -98,6 +103,13 @@ class LanguageModel(nnx.Module):
     def end_token_ids(self) -> tuple[int, ...]:
         """Sorted ids of the tokens that end an answer, from the config and the tokenizer."""
         return tuple(sorted({*self.config.eos, *(self.text.eos_ids if self.text else ())}))
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Fields of `Sampling` that the checkpoint's `generation_config.json` sets; temperature 0 if it is greedy."""
+        given = self.generation
+        greedy = {"temperature": 0.0} if given.get("do_sample") is False else {}
+        return {name: given[name] for name in _SAMPLING if given.get(name) is not None} | greedy
 
     @property
     def axes(self) -> ShardingMesh | None:
@@ -165,7 +177,11 @@ class LanguageModel(nnx.Module):
             decoder = Decoder(self.config, dtype=self.dtype, weights=self.decoder.weights)
             _shard_parameters(self.decoder, decoder, axes.mesh)
             there = LanguageModel(
-                decoder, text=self.text, name=self.name, filter_layers=self.filter_layers
+                decoder,
+                text=self.text,
+                name=self.name,
+                filter_layers=self.filter_layers,
+                generation=self.generation,
             )
             self.flat_decoder.on_mesh = {axes: there}
         # The filter layers may have changed since the copy was made.
@@ -264,7 +280,9 @@ def load(
     filters = (
         get_manifest(name).filter_layers if name in list_model_names() else checkpoint.filter_layers
     )
-    return LanguageModel(decoder, text=text, name=name, filter_layers=filters)
+    return LanguageModel(
+        decoder, text=text, name=name, filter_layers=filters, generation=checkpoint.generation
+    )
 
 
 def validate_dtype(given: Any) -> np.dtype:

@@ -154,8 +154,8 @@ class ScriptedAnswers(AnswerCollector):
         fresh, self._script = self._script[:count], self._script[count:]
         return super().append_token_ids(np.asarray([fresh], np.int32))
 
-    def build_completions(self, eos):
-        return super().build_completions(self._ends)
+    def build_completions(self, eos, prompts=()):
+        return super().build_completions(self._ends, prompts)
 
     @property
     def stopped_sequences(self):

@@ -299,6 +299,160 @@ def test_an_agents_loop_under_a_grammar(engine):
         assert json_schemas.follows(json.loads(message["content"]), DEGREES)
 
 
+def asked_of_responses(asks, items, **options):
+    """(calls, text, reasoning, items to send back) of a response by OpenAI's client, whole or as a stream."""
+    tools = [{"type": "function", **each["function"]} for each in agents.TOOLS]
+    body = {"model": "tiny", "input": items, "tools": tools, "extra_body": {"ignore_eos": True}}
+    if options["stream"]:
+        with asks.responses.stream(**body) as stream:
+            events = list(stream)
+            answer = stream.get_final_response()
+        assert [each.sequence_number for each in events] == list(range(len(events)))
+        done = [each.item for each in events if each.type == "response.output_item.done"]
+        # What the client adds.
+        own = {"parsed_arguments": True, "content": {"__all__": {"parsed"}}}
+        assert [each.model_dump() for each in done] == [
+            each.model_dump(exclude=own) for each in answer.output
+        ]
+        grown = [each.to_dict() for each in events if hasattr(each, "output_index")]
+        check_parts(grown, [each.to_dict() for each in done])
+    else:
+        answer = asks.responses.create(**body)
+    assert answer.status == "completed" and [each.parameters for each in answer.tools] == [
+        each["parameters"] for each in tools
+    ]
+    found = {each.type: each for each in answer.output}
+    calls = [each for each in answer.output if each.type == "function_call"]
+    thought = found["reasoning"].content[0].text if "reasoning" in found else ""
+    results = [
+        {"type": "function_call_output", "call_id": each.call_id, "output": "7"} for each in calls
+    ]
+    made = [(each.name, json.loads(each.arguments)) for each in calls]
+    return made, answer.output_text, thought, [*answer.output, *results]
+
+
+def check_parts(events, output):
+    """Each item of a response is added empty, then grows by its deltas to what is done."""
+    for at, item in enumerate(output):
+        mine = [each for each in events if each["output_index"] == at]
+        names = [each["type"].removeprefix("response.") for each in mine]
+        kind = {"reasoning": "reasoning_text", "message": "output_text"}.get(item["type"])
+        part = [f"content_part.{each}" for each in ("added", "done")] if kind else []
+        kind = kind or "function_call_arguments"
+        middle = [each for each in names if each != f"{kind}.delta"]
+        assert middle == [
+            "output_item.added",
+            *part[:1],
+            f"{kind}.done",
+            *part[1:],
+            "output_item.done",
+        ]
+        grown = "".join(each["delta"] for each in mine if each["type"].endswith(".delta"))
+        (done,) = (each for each in mine if each["type"] == f"response.{kind}.done")
+        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        assert grown == done.get("text", done.get("arguments")) == text and grown
+        assert mine[0]["item"]["status"] == "in_progress" and mine[-1]["item"] == item
+        assert {each["item_id"] for each in mine if "item_id" in each} == {item["id"]}
+
+
+def asked_of_messages(client, messages, **options):
+    """(calls, text, thinking, messages to send back) of an answer in Anthropic's form, whole or as a stream."""
+    tools = [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}
+        for each in agents.TOOLS
+    ]
+    body = {"model": "tiny", "max_tokens": 200, "messages": messages, "tools": tools}
+    response = client.post("/v1/messages", json={**body, "ignore_eos": True, **options})
+    assert response.status_code == 200, response.text
+    answer = streamed_message(response.text) if options["stream"] else response.json()
+    blocks = answer["content"]
+    calls = [each for each in blocks if each["type"] == "tool_use"]
+    assert answer["stop_reason"] == ("tool_use" if calls else "end_turn")
+    assert answer["usage"]["output_tokens"] > 0
+    texts = {each["type"]: each.get("text", each.get("thinking")) for each in blocks}
+    results = [{"type": "tool_result", "tool_use_id": each["id"], "content": "7"} for each in calls]
+    back = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    made = [(each["name"], each["input"]) for each in calls]
+    return made, texts.get("text", ""), texts.get("thinking", ""), back
+
+
+def streamed_message(text):
+    """The message that a stream's events make, put together as Anthropic documents."""
+    events = [json.loads(each.split("data: ")[1]) for each in text.split("\n\n") if each]
+    message, open_block = {}, None
+    for event in events:
+        name, at = event["type"], event.get("index")
+        if name == "message_start":
+            message = event["message"]
+            assert message["content"] == []
+        elif name == "content_block_start":
+            assert open_block is None and at == len(message["content"])
+            open_block, pieces = event["content_block"], ""
+        elif name == "content_block_delta":
+            delta = {**event["delta"]}
+            kind = {"text": "text_delta", "thinking": "thinking_delta"}.get(open_block["type"])
+            assert delta.pop("type") == (kind or "input_json_delta") and at == len(
+                message["content"]
+            )
+            pieces += delta.popitem()[1]
+        elif name == "content_block_stop":
+            field = {"tool_use": "input"}.get(open_block["type"], open_block["type"])
+            assert open_block[field] == ({} if field == "input" else "")
+            open_block[field] = json.loads(pieces) if field == "input" else pieces
+            message["content"].append(open_block)
+            open_block = None
+        elif name == "message_delta":
+            assert open_block is None
+            message |= event["delta"] | {"usage": event["usage"]}
+    assert events[-1]["type"] == "message_stop"
+    return message
+
+
+@pytest.mark.parametrize("form", ["responses", "messages"])
+def test_an_agents_loop_in_other_forms(engine, client, monkeypatch, form):
+    """Three turns with two tools; what the client sends back is the chat that OpenAI's form has."""
+    kind, chats, submit = engine.session.params.name, [], engine.submit
+    monkeypatch.setattr(
+        engine, "submit", lambda prompt, **how: chats.append(prompt) or submit(prompt, **how)
+    )
+    asks = openai.OpenAI(
+        api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0
+    )
+    thought = "Hm." if kind in ("hermes", "harmony") else ""
+    for stream in (False, True):
+        agents.ScriptedAnswers.scripts.extend(SCRIPTS[kind])
+        turn, seen = [ASK], []
+        for _ in range(3):
+            if form == "responses":
+                calls, text, thinking, back = asked_of_responses(asks, turn, stream=stream)
+            else:
+                calls, text, thinking, back = asked_of_messages(client, turn, stream=stream)
+            seen.append((calls, text, thinking))
+            turn += back
+        add = [("add", ADD), ("find", FIND)]
+        assert [each[0] for each in seen] == [[("find", FIND)], add, []]
+        assert [each[1:] for each in seen] == [
+            ("", thought),
+            ("", ""),
+            ("It is 9.", thought),
+        ]
+        messages = chats[-1].messages
+        roles = [each["role"] for each in messages]
+        assert roles == ["user", "assistant", "tool", "assistant", "tool", "tool"]
+        assert messages[1].get("reasoning_content", "") == thought
+        ids = [call["id"] for each in messages for call in each.get("tool_calls", ())]
+        assert ids == [each["tool_call_id"] for each in messages if each["role"] == "tool"]
+        functions = [call["function"] for each in messages for call in each.get("tool_calls", ())]
+        assert [(each["name"], json.loads(each["arguments"])) for each in functions] == [
+            ("find", FIND),
+            *add,
+        ]
+        assert {each["content"] for each in messages if each["role"] == "tool"} == {"7"}
+        assert [tool["function"] for tool in chats[-1].tools] == [
+            tool["function"] for tool in agents.TOOLS
+        ]
+
+
 def test_only_the_first_call_unless_parallel(engine, client):
     script = SCRIPTS[engine.session.params.name][1]
     body = {"messages": [ASK], "tools": agents.TOOLS, "parallel_tool_calls": False}
@@ -307,6 +461,67 @@ def test_only_the_first_call_unless_parallel(engine, client):
         agents.ScriptedAnswers.scripts.append(script)
         text = client.post(CHATS, json=body | more).text
         assert text.count('"name"') == 1 and '\\"terms\\": [7, 2]' in text
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    asked = {"messages": [ASK], "max_tokens": 200, "tools": tools, "ignore_eos": True}
+    for off, count in ((True, 1), (False, 2)):
+        agents.ScriptedAnswers.scripts.append(script)
+        choice = {"type": "auto", "disable_parallel_tool_use": off}
+        answer = client.post("/v1/messages", json=asked | {"tool_choice": choice}).json()
+        assert len(answer["content"]) == count
+
+
+def test_fields_of_other_forms_reach_the_template(engine, client, monkeypatch):
+    """Thinking, choices of tools, results of several parts; an answer without text has no parts."""
+    seen, submit = [], engine.submit
+    monkeypatch.setattr(
+        engine, "submit", lambda prompt, **how: seen.append(prompt) or submit(prompt, **how)
+    )
+    result = [{"type": "text", "text": each, "cache_control": {"type": "e"}} for each in "78"]
+    id = "abcdefghi"
+    used = {"type": "tool_use", "id": id, "name": "find", "input": {}}
+    told = {"type": "tool_result", "tool_use_id": id, "content": result, "is_error": True}
+    words = [{"type": "text", "text": each} for each in ("Go", " on")]
+    talk = [
+        ASK,
+        {"role": "assistant", "content": [{"type": "text", "text": "Well."}, used]},
+        {"role": "user", "content": [told, *words]},
+    ]
+    tool = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    tools = [{"name": "find", "input_schema": tool["parameters"], "description": "Finds."}]
+    for path, body, arguments in (
+        ("messages", {"messages": talk, "max_tokens": 9, "thinking": {"type": "disabled"}}, "none"),
+        (
+            "messages",
+            {"messages": [ASK], "max_tokens": 9, "thinking": {"type": "adaptive"}},
+            "medium",
+        ),
+        ("responses", {"input": [ASK], "reasoning": {"effort": "low", "summary": "auto"}}, "low"),
+        ("responses", {"input": "Hi", "include": ["reasoning.encrypted_content"]}, None),
+    ):
+        for choice in ("auto", "none"):
+            agents.ScriptedAnswers.scripts.append(agents.ENDS[engine.session.params.name])
+            given = {"tool_choice": {"type": choice}, "tools": tools} if path == "messages" else {}
+            given = given or {"tool_choice": choice, "tools": [tool]}
+            answer = client.post(f"/v1/{path}", json=body | given | {"ignore_eos": True})
+            assert answer.status_code == 200, answer.text
+            assert answer.json().get("output", answer.json().get("content")) == []
+            chat = seen.pop()
+            assert chat.template_arguments.get("reasoning_effort") == arguments
+            assert chat.template_arguments.get("enable_thinking") == (
+                None if arguments is None else arguments != "none"
+            )
+            assert [each["function"]["name"] for each in chat.tools] == ["find"] * (
+                choice == "auto"
+            )
+            if body.get("messages") is talk:
+                call = {"name": "find", "arguments": "{}"}
+                calls = [{"id": id, "type": "function", "function": call}]
+                assert chat.messages == [
+                    ASK,
+                    {"role": "assistant", "content": "Well.", "tool_calls": calls},
+                    {"role": "tool", "tool_call_id": id, "content": "78"},
+                    {"role": "user", "content": "Go on"},
+                ]
 
 
 def test_without_tools_or_parsers_calls_are_text(engine, client):

@@ -142,6 +142,10 @@ def test_texts_and_chats_are_tokenized_as_prompts_are(client):
         (RESPONSES, {"input": "a" * 65}, 400, "input"),
         (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, 400, "input"),
         (RESPONSES, {"input": "a", "tools": [{"type": "function", "name": "f"}]}, 400, "tools"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "output": "a"}]}, 400, "input"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, 400, "tools"),
+        (RESPONSES, {"input": "a", "reasoning": {"effort": "some"}}, 400, "reasoning"),
+        (RESPONSES, {"input": "a", "tool_choice": {"type": "code"}}, 400, "tool_choice"),
         (RESPONSES, {"input": "a", "store": True}, 400, "store"),
         (RESPONSES, {"input": "a", "n": 2}, 400, "n"),
         (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
@@ -428,10 +432,19 @@ def test_a_file_of_keys(tmp_path):
 
 # --- anything ---------------------------------------------------------------------------------------------------------
 
-PLAIN = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats(-2, 2) | st.text(max_size=9)
+TYPES = "text function_call function_call_output reasoning tool_use tool_result thinking function"
+PLAIN = (
+    st.sampled_from(TYPES.split())
+    | st.none()
+    | st.booleans()
+    | st.integers(-2, 2**70)
+    | st.floats(-2, 2)
+    | st.text(max_size=9)
+)
 NAMES = st.sampled_from(
     "type role content text input messages system prompt tokens max_tokens max_output_tokens stop "
-    "stop_sequences temperature top_p top_k metadata store tools instructions model stream n".split()
+    "stop_sequences temperature top_p top_k metadata store tools instructions model stream n "
+    "name arguments call_id output tool_choice tool_use_id thinking reasoning effort id".split()
 )
 VALUES = st.recursive(
     PLAIN,

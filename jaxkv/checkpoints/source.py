@@ -31,6 +31,7 @@ class Checkpoint:
             from MXFP4, else in the stored dtype.
         tokenizer_spec: folder of the tokenizer's files, a GGUF's vocabulary, or None without a tokenizer.
         filter_layers: layers that choose best what the layers above them read, if the files contain them.
+        generation: keys of `generation_config.json`; empty without this file.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Checkpoint:
     stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
     tokenizer_spec: Path | GgufTokenizer | None
     filter_layers: tuple[int, ...] | None = None
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def tensor_names(self) -> frozenset[str]:
@@ -89,20 +91,25 @@ def _open_checkpoint_folder(folder: Path) -> Checkpoint:
         other = f"one of its files, {ggufs[:3]}" if ggufs else "a folder with one"
         raise build_value_error("folder", folder, f"no config.json: use {other}")
     config = read_folder_config(folder)
-    if (folder / "generation_config.json").is_file():
-        # Chat models often name their end-of-turn tokens only in this file.
-        extra = read_json(folder / "generation_config.json").get("eos_token_id")
-        eos = _as_list(config.get("eos_token_id"))
-        eos += [each for each in _as_list(extra) if each not in eos]
-        if eos:
-            config["eos_token_id"] = eos
+    beside = folder / "generation_config.json"
+    generation = read_json(beside) if beside.is_file() else {}
+    # Chat models often name their end-of-turn tokens only in this file.
+    eos, extra = _as_list(config.get("eos_token_id")), _as_list(generation.get("eos_token_id"))
+    if generation and (eos or extra):
+        config["eos_token_id"] = eos + [each for each in extra if each not in eos]
     tokenizer = folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     if converted is None:
         held = safetensors_files.read_folder_headers(folder)
         text = extract_text_config(config)
         held = held if text is config else extract_text_tensors(held)
         held = convert_expert_tensors(held) if text.get("model_type") == "gpt_oss" else held
-        return Checkpoint(path=folder, config=text, stored=held, tokenizer_spec=tokenizer)
+        return Checkpoint(
+            path=folder,
+            config=text,
+            stored=held,
+            tokenizer_spec=tokenizer,
+            generation=generation,
+        )
     stored, vocabulary, filters = converted
     return Checkpoint(
         path=folder,
@@ -110,6 +117,7 @@ def _open_checkpoint_folder(folder: Path) -> Checkpoint:
         stored=stored,
         tokenizer_spec=vocabulary or tokenizer,
         filter_layers=filters,
+        generation=generation,
     )
 
 

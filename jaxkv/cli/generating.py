@@ -135,6 +135,7 @@ class GenerateCommand(SamplingOptions):
             "finish_reason": result.finish_reason,
             "stop_reason": result.stop_reason,
             "logprobs": result.logprobs and result.logprobs.to_lists(),
+            "prompt_logprobs": result.prompt_logprobs and result.prompt_logprobs.to_lists(),
             "stats": stats,
         }
 

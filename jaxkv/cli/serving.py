@@ -28,6 +28,7 @@ from jaxkv.cli.options import (
     pick_fields,
 )
 from jaxkv.cli.outputs import read_text, write_to_stderr
+from jaxkv.engine.sampling import Sampling
 from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Policy
@@ -79,6 +80,8 @@ class ServeCommand(EngineOptions):
         tool_parser: format of tool calls in answers: hermes, llama3, mistral, harmony, none, or auto for that of the
             chat template.
         reasoning_parser: auto to split reasoning off answers by the chat template's markers, or none.
+        generation_config: where settings of sampling come from that a request leaves out: auto for the model's
+            generation_config.json, none for OpenAI's defaults.
     """
 
     also: Annotated[tuple[str, ...], ArgumentSpec("POLICY", tuple, "append")] = ()
@@ -100,6 +103,7 @@ class ServeCommand(EngineOptions):
     max_body_bytes: Count = 8 << 20
     tool_parser: Name = "auto"
     reasoning_parser: Name = "auto"
+    generation_config: Name = "auto"
 
     def run_command(self) -> None:
         """Serve HTTP until a signal, then end the process: code 0, or 130 if a signal stopped it immediately."""
@@ -117,7 +121,7 @@ class ServeCommand(EngineOptions):
             body_bytes=self.max_body_bytes,
             seconds=self.timeout,
             answers=min(64, self.queue),
-            **pick_fields(self, "tool_parser reasoning_parser"),
+            **pick_fields(self, "tool_parser reasoning_parser generation_config"),
         )
         given = pick_fields(self, "queue document_bytes") | {
             "mesh": make_mesh_from_text(self.mesh),
@@ -144,6 +148,8 @@ class ServeCommand(EngineOptions):
                 params = self.load_model()
                 options = self.build_engine_arguments() | given
                 _ = params.tokenizer  # answers are texts
+                if self.generation_config == "auto":
+                    Sampling.of(params)  # rejects settings before the first request
                 made = open_engines(params, policies, folder=self.documents, tick=tick, **options)
                 models = stack.enter_context(made)
                 _send_logs_to_stderr()

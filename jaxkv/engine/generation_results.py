@@ -1,6 +1,7 @@
 """Results of `generate`: `Generation`, `Completion`, `Stats`, `Stream`; `AnswerCollector` decodes sampled ids."""
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Collection, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal, SupportsIndex, overload
@@ -11,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from jaxkv._checks import shorten_text, use_package_jax_settings
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import KVCache
+from jaxkv.engine.sampling_extras import ScoredToken
 from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 
 # OpenAI's and vLLM's names for why sampling ended.
@@ -111,12 +113,12 @@ class Stats:
 # Arrays have no single truth value, so results are equal only to themselves.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLogprobs:
-    """Natural log-probabilities of an answer's n tokens, and of the k likeliest tokens in place of each.
+    """Natural log-probabilities of an answer's or prompt's n tokens, and of the k likeliest tokens in place of each.
 
     Those of the model's own logits: before penalties, biases and temperature.
 
     Attributes:
-        token_logprobs: of the sampled tokens.
+        token_logprobs: of the tokens.
         top_ids: ids of the likeliest tokens, in descending order.
         top_logprobs: of these.
     """
@@ -126,8 +128,10 @@ class TokenLogprobs:
     top_logprobs: Float[np.ndarray, "n k"]
 
     @classmethod
-    def from_tokens(cls, scored: Iterable[tuple[list[int], list[float]]]) -> "TokenLogprobs":
-        """Build them from pairs of lists per token, ids and log-probabilities, the sampled token's first."""
+    def from_tokens(cls, scored: Sequence[ScoredToken]) -> "TokenLogprobs | None":
+        """Build them from scored tokens; None without any."""
+        if not scored:
+            return None
         ids, values = (np.asarray(each) for each in zip(*scored, strict=True))
         values = values.astype(np.float32)
         return cls(token_logprobs=values[:, 0], top_ids=ids[:, 1:], top_logprobs=values[:, 1:])
@@ -148,6 +152,7 @@ class Completion:
         finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
         stop_reason: the stop string that ended the answer; None for an end-of-answer token or "length".
         logprobs: log-probabilities of the tokens; None unless the `Sampling` asks for them.
+        prompt_logprobs: those of the prompt's tokens from the second on; None unless the `Sampling` asks for them.
     """
 
     text: str | None
@@ -155,6 +160,7 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | None = None
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
     def __repr__(self) -> str:
         """Return a one-line summary: text or token ids, number of tokens, finish reason."""
@@ -177,7 +183,7 @@ class Generation:
     """Result of `generate`: a sequence with one `Completion` per prompt, plus the cache and statistics.
 
     For a single prompt, no index is needed: `out.text` is `out[0].text`. With several prompts, `text`,
-    `tokens`, `finish_reason`, `stop_reason` and `logprobs` raise an AttributeError.
+    `tokens`, `finish_reason`, `stop_reason`, `logprobs` and `prompt_logprobs` raise an AttributeError.
 
     Attributes:
         completions: one `Completion` per prompt, in order.
@@ -213,6 +219,11 @@ class Generation:
     def logprobs(self) -> TokenLogprobs | None:
         """`TokenLogprobs` of the only prompt's answer, None if not asked for; AttributeError for several prompts."""
         return self._get_only_completion("logprobs").logprobs
+
+    @property
+    def prompt_logprobs(self) -> TokenLogprobs | None:
+        """`TokenLogprobs` of the only prompt's tokens but the first; AttributeError for several prompts."""
+        return self._get_only_completion("prompt_logprobs").prompt_logprobs
 
     def _get_only_completion(self, name: str) -> Completion:
         """Return the `Completion` of the only prompt; for several raise an AttributeError that names `name`."""
@@ -307,7 +318,7 @@ class AnswerCollector:
         self._text = [""] * batch
         self._shown = [0] * batch
         self._stops = tuple(stops)
-        self.scored: list[list[tuple[list[int], list[float]]]] = [[] for _ in range(batch)]
+        self.scored: list[list[ScoredToken]] = [[] for _ in range(batch)]
         # Log-probabilities per token: its own, and those of the likeliest tokens.
         self._scores = 0 if top is None else 1 + top
 
@@ -347,20 +358,24 @@ class AnswerCollector:
                 self._text[row] += decoder.flush_text()
         return [self._take_unshown_text(row, whole=True) for row in range(len(self.tokens))]
 
-    def build_completions(self, eos: Container[int]) -> list[Completion]:
-        """Return the `Completion` of each sequence; `eos` are the ids that end one."""
+    def build_completions(
+        self, eos: Container[int], prompts: Iterable[Sequence[ScoredToken]] = ()
+    ) -> list[Completion]:
+        """Return the `Completion` of each sequence; `eos` are the ids that end one, `prompts` the prompts' tokens."""
         completions = []
-        for ids, stop, text, decoder, scored in zip(
-            self.tokens, self.met, self._text, self._decoders, self.scored, strict=True
+        before = itertools.chain(prompts, itertools.repeat(()))
+        for ids, stop, text, decoder, scored, prompt in zip(
+            self.tokens, self.met, self._text, self._decoders, self.scored, before, strict=False
         ):
-            ended = stop is not None or ids[-1] in eos
+            ended = stop is not None or any(each in eos for each in ids[-1:])
             completions.append(
                 Completion(
                     text=None if decoder is None else text,
                     tokens=np.asarray(ids, np.int32),
                     finish_reason="stop" if ended else "length",
                     stop_reason=stop,
-                    logprobs=TokenLogprobs.from_tokens(scored) if scored else None,
+                    logprobs=TokenLogprobs.from_tokens(scored),
+                    prompt_logprobs=TokenLogprobs.from_tokens(prompt[1:]),
                 )
             )
         return completions

@@ -31,6 +31,7 @@ from jaxkv.engine.pages import add_page_bounds
 from jaxkv.engine.plan import PrefillPlan, count_layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.progress import Walk, silence_progress
+from jaxkv.engine.prompt_scores import UNSCORED, PromptScorer
 from jaxkv.engine.query_buffers import fill_query_buffer
 from jaxkv.engine.replay import PaddedPrompts, compute_peak_attention
 from jaxkv.engine.selection import Candidates, compute_entry_limits
@@ -68,9 +69,13 @@ def run_layer(
     tables: dict[Rope, RopeTables],
     needs: Needs,
     implementation: Implementation,
+    whole: bool = False,
 ) -> LayerOut:
-    """Run one block over right-padded prompts; return its `LayerOut`; donate `x`, except in the top block."""
-    last = index == len(flat.blocks) - 1
+    """Run one block over right-padded prompts; return its `LayerOut`; donate `x`, except in the top block.
+
+    The top block returns all tokens' hidden states, and donates `x`, only if `whole`.
+    """
+    last = index == len(flat.blocks) - 1 and not whole
     graphs = flat.get_layer_graphs(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
@@ -112,6 +117,7 @@ def prefill(
     needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
+    scorer: PromptScorer = UNSCORED,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
     """Generator: prefill and compress right-padded prompts by the plan `needed`; return cache and last logits `[B, V]`.
@@ -121,6 +127,8 @@ def prefill(
     """
     tokens, lengths, _ = padded
     if policy.composed.read.prefill_chunk_tokens:
+        remedy = "not supported by chunked prefill: leave it out, or prefill in one chunk"
+        require(not scorer.is_active, "prompt_logprobs", scorer.top, remedy)
         # Each chunk runs through the whole model.
         return (
             yield from chunked.prefill_in_chunks(
@@ -129,6 +137,7 @@ def prefill(
         )
     lengths = np.asarray(lengths, np.int64)
     prompts = PrefillLayerSource(flat, tokens, lengths, policy, needed, key, implementation)
+    prompts.whole = scorer.is_active
     if prompts.parts.needs.replay is None:
         cache = yield from prefill_layers(prompts)
     else:
@@ -139,6 +148,8 @@ def prefill(
     if prompts.to_host_store:
         host_store = HostStore(rows=tuple(prompts.to_host_store), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(commit_to_device(cache), host_store=host_store)
+    if scorer.is_active:
+        prompts.x = yield from scorer.score_prompts(flat, tokens, lengths, prompts.x)
     logits = compute_logits(flat.ends, prompts.x, graphs=flat.graphs)
     return cache, logits
 
@@ -189,11 +200,14 @@ class PrefillLayerSource(PromptEntrySource):
     """Layer source of prefill: runs the model layer by layer, and gives the compressor each layer's entries and scores.
 
     Attributes:
-        x: hidden states after the last layer that ran; after the top layer, of the last token only.
+        x: hidden states after the last layer that ran; after the top layer, of the last token only unless `whole`.
         query_buffers: query buffers of the layers that have one.
+        whole: True if the top layer computes the hidden states of all tokens.
         to_host_store: entries of offloaded layers in host memory.
         centres: means of keys by layer, if the cache holds transformed entries.
     """
+
+    whole = False
 
     def __init__(
         self,
@@ -262,7 +276,14 @@ class PrefillLayerSource(PromptEntrySource):
         """Run layer `index` on the hidden states `x`, replace `x` by its output, and return its `LayerOut`."""
         needs = self.parts.needs if self.sliding_windows[index] is None else Needs()
         out = run_layer(
-            self.flat, index, self.x, self.length, self.angles, needs, self.implementation
+            self.flat,
+            index,
+            self.x,
+            self.length,
+            self.angles,
+            needs,
+            self.implementation,
+            self.whole,
         )
         self.x = out.x
         return out

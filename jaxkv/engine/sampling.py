@@ -59,6 +59,8 @@ class Sampling:
         stop_token_ids: up to 16 ids that end the answer, in addition to the model's.
         logprobs: number of likeliest tokens, up to 20, whose log-probabilities are returned with those of each sampled
             token; before penalties, biases and temperature. None for no log-probabilities.
+        prompt_logprobs: the same for the tokens of the prompt, as the whole prompt, before its compression, predicts
+            them. Not for a prompt that continues a cache.
     """
 
     temperature: int | float = 1.0
@@ -71,6 +73,22 @@ class Sampling:
     logit_bias: Mapping[int, int | float] | tuple[tuple[int, int | float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @classmethod
+    def of(cls, params: Any) -> "Sampling":
+        """Return the settings of a model's `generation_config.json`; the defaults of fields that it leaves out.
+
+        Args:
+            params: from `jaxkv.load`.
+
+        Returns:
+            The sampler; greedy if the file has `"do_sample": false`.
+
+        Raises:
+            ValueError: for a value that is not supported.
+        """
+        return cls(**params.sampling_defaults)
 
     def __post_init__(self) -> None:
         _checks.validate_field(
@@ -90,9 +108,10 @@ class Sampling:
             _checks.validate_field(self, name, _checks.validate_float, low=low, high=high)
         _checks.validate_field(self, "logit_bias", _parse_logit_bias)
         _checks.validate_field(self, "stop_token_ids", _parse_stop_ids)
-        _checks.validate_optional_field(
-            self, "logprobs", _checks.validate_int, least=0, most=MOST_LOGPROBS
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            _checks.validate_optional_field(
+                self, name, _checks.validate_int, least=0, most=MOST_LOGPROBS
+            )
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Return a token id per sequence, `i32[B]`, from logits and random keys; the likeliest at temperature 0.

@@ -18,6 +18,8 @@ from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_dataclass_on_m
 
 # Bits of a word of a token mask.
 _BITS = 32
+# Ids and log-probabilities of a token and of the likeliest ones in its place, its own first.
+ScoredToken = tuple[list[int], list[Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +34,14 @@ class SampledLogprobs:
 
     ids: Int[Array | np.ndarray, "B n k"]
     values: Float[Array | np.ndarray, "B n k"]
+
+
+def score_tokens(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> SampledLogprobs:
+    """Return the `SampledLogprobs` of one token per sequence by its logits."""
+    top = lax.top_k(logits, min(MOST_LOGPROBS, logits.shape[1]))[1]
+    ids = jnp.concatenate([token[:, None], top], axis=1)
+    values = jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=1)
+    return SampledLogprobs(ids=ids[:, None], values=values[:, None])
 
 
 def concatenate_logprobs(blocks: Iterable[Any]) -> Any:
@@ -85,16 +95,11 @@ class SamplingExtras:
 
         Log-probabilities are those of the unprocessed logits; zeros if no sequence is scored.
         """
-
-        def score() -> SampledLogprobs:
-            top = lax.top_k(logits, min(MOST_LOGPROBS, logits.shape[1]))[1]
-            ids = jnp.concatenate([token[:, None], top], axis=1)
-            values = jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=1)
-            return SampledLogprobs(ids=ids[:, None], values=values[:, None])
-
         at = self.counts.at[jnp.arange(len(token)), token]
         counts = at.add(sampled.astype(jnp.int32), mode="drop")
-        logprobs = lax.cond(self.scored.any(), score, lambda: self.create_logprobs(1))
+        logprobs = lax.cond(
+            self.scored.any(), lambda: score_tokens(logits, token), lambda: self.create_logprobs(1)
+        )
         return dataclasses.replace(self, counts=counts), logprobs
 
     def create_logprobs(self, size: int) -> SampledLogprobs:

@@ -28,6 +28,7 @@ from jaxkv.engine.headroom import (
 from jaxkv.engine.lengths import SHORT, round_up_to_bucket, tokens_per_call
 from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
 from jaxkv.engine.progress import Walk, run_generator
+from jaxkv.engine.prompt_scores import UNSCORED, PromptScorer
 from jaxkv.engine.recompress import find_due_sequences, recompress
 from jaxkv.engine.replay import PaddedPrompts, encode_second_pass_texts
 from jaxkv.engine.sampling import Sampler, get_settings, is_greedy, require_ids_in_vocabulary
@@ -180,6 +181,7 @@ class Session:
         needed: PrefillPlan | None = None,
         tick: Callable[..., object] = lambda layers=1.0: None,
         key: PRNGKeyArray | int | None = None,
+        scorer: PromptScorer = UNSCORED,
     ) -> KVCache:
         """Run prompts through the model; return a cache compressed by the policy, with prompts' last logits.
 
@@ -189,6 +191,7 @@ class Session:
             needed: plan to use instead of the one from `plan`.
             tick: called with the number of layers run since its last call.
             key: random key or seed, for policies that use random numbers, in place of the session's.
+            scorer: scores the tokens of the prompts.
 
         Returns:
             The cache, with the logits of each prompt's last token.
@@ -197,7 +200,7 @@ class Session:
             ValueError: for an empty or over-long prompt, or a budget that the policy does not support.
             MemoryError: if the plan's bytes exceed free memory.
         """
-        walk = self.iterate_prefill(ids, new=new, needed=needed, key=key)
+        walk = self.iterate_prefill(ids, new=new, needed=needed, key=key, scorer=scorer)
         return run_generator(walk, lambda layers: tick(layers) if layers else None)
 
     def iterate_prefill(
@@ -207,6 +210,7 @@ class Session:
         new: int = 0,
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
+        scorer: PromptScorer = UNSCORED,
     ) -> Walk[KVCache]:
         """Generator: prefill and compress prompts; yield layers run since the last yield; return the `KVCache`.
 
@@ -215,6 +219,7 @@ class Session:
             new: number of tokens to sample later; reserves headroom for these.
             needed: plan to use instead of the one from `plan`.
             key: random key or seed, for policies that use random numbers, in place of the session's.
+            scorer: scores the tokens of the prompts.
 
         Yields:
             A float: 1 after each layer, 0 after each packed layer, fractions of a layer in chunked prefill.
@@ -243,6 +248,7 @@ class Session:
                 self.policy,
                 needed.repeat_last_prompt(copies),
                 key=self.resolve_key(key),
+                scorer=scorer,
                 implementation=self.implementations.prefill,
             )
         while True:
@@ -391,7 +397,8 @@ class Session:
         )
         sampling = arguments.validate_sampler(sampling)
         remedy = "sample returns no log-probabilities: leave logprobs out, or use jaxkv.generate"
-        require(get_settings(sampling).logprobs is None, "sampling", sampling, remedy)
+        given = get_settings(sampling)
+        require(given.logprobs is given.prompt_logprobs is None, "sampling", sampling, remedy)
         if not donate:
             with self.clocks.decode:
                 cache = fork_cache(cache, cache.batch, 0, new)

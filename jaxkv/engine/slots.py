@@ -24,6 +24,7 @@ from jaxkv.cache.slot_copies import copy_from_slots, copy_into_slots, repeat_seq
 from jaxkv.engine import token_loop
 from jaxkv.engine.lengths import BLOCK, round_up_to_bucket
 from jaxkv.engine.progress import Walk, run_generator
+from jaxkv.engine.prompt_scores import UNSCORED, PromptScorer
 from jaxkv.engine.recompress import (
     FixedSizes,
     count_entries_over_limit,
@@ -203,12 +204,17 @@ class Slots:
         return run_generator(self.iterate_prefill(ids, key=key))
 
     def iterate_prefill(
-        self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Policy | None = None
+        self,
+        ids: Prompt,
+        *,
+        key: PRNGKeyArray | int | None = None,
+        policy: Policy | None = None,
+        scorer: PromptScorer = UNSCORED,
     ) -> Walk[KVCache]:
         """Generator: prefill a prompt into slot-sized pools; yield layers run since the last yield; return `KVCache`.
 
         Slots may decode between two yields. `policy` is the slots' policy with another budget of at most as many
-        entries.
+        entries. `scorer` scores the prompt's tokens.
         """
         with use_package_jax_settings():
             session = copy.copy(self.session)
@@ -227,7 +233,7 @@ class Slots:
             )
             needed = session.plan_without_memory_check(encoded.prompt_lengths, 0)
             needed = dataclasses.replace(needed, pools=self.shape.rows)
-        cache = yield from session.iterate_prefill(encoded, needed=needed, key=key)
+        cache = yield from session.iterate_prefill(encoded, needed=needed, key=key, scorer=scorer)
         # Limits are arrays of the cache: decoding does not depend on the budget.
         return dataclasses.replace(cache, policy=self.session.policy)
 

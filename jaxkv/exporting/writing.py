@@ -207,7 +207,8 @@ def _collect_samplers(given: Any) -> dict[str, Sampler]:
     fine = len(found) == 1 + len(chosen) and not any(map(is_greedy, chosen))
     require(fine, "sampling", chosen, remedy)
     for each in chosen:
-        extra = needs_extras(each) or get_settings(each).stop_token_ids
+        given = get_settings(each)
+        extra = needs_extras(each) or given.stop_token_ids or given.prompt_logprobs is not None
         remedy = "penalties, logit_bias, stop_token_ids and logprobs cannot be exported: leave out"
         require(not extra, "sampling", each, remedy)
     return found

@@ -21,11 +21,13 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState
 from jaxkv.engine.generation_results import Completion
+from jaxkv.engine.prompt_scores import PromptScorer
 from jaxkv.engine.sampling import (
     MOST_STOP_IDS,
     Sampler,
     collect_end_ids,
     combine_samplers,
+    get_settings,
     needs_extras,
 )
 from jaxkv.engine.session import Session
@@ -238,7 +240,8 @@ class Engine:
 
         Args:
             prompt: text, chat messages, a `Chat` or token ids; a question if `document` is given.
-            max_new_tokens: maximum number of tokens to sample; by default 128, or the engine's limit if lower.
+            max_new_tokens: maximum number of tokens to sample; by default 128, or the engine's limit if lower. 0 only
+                with a `Sampling` that has `prompt_logprobs`.
             sampling: how to sample, a `Sampling`; None for greedy decoding.
             stop: strings that end the answer and are left out of its text.
             stop_at_eos: True to end at the model's end-of-answer tokens.
@@ -265,11 +268,13 @@ class Engine:
         """
         params, most = self.session.params, self.limits.new
         new = min(_USUAL_NEW, most) if max_new_tokens is None else max_new_tokens
-        new = _checks.validate_int("max_new_tokens", new, "sample at least 1 token", most=most)
         sampling, stops = (
             arguments.validate_sampler(sampling),
             arguments.validate_stop_strings(stop),
         )
+        scorer = PromptScorer(top=get_settings(sampling).prompt_logprobs)
+        least, remedy = int(not scorer.is_active), "sample at least 1 token, or score the prompt"
+        new = _checks.validate_int("max_new_tokens", new, remedy, least=least, most=most)
         keys = [
             resolve_random_key(each, self.session.key)
             for each in (key if isinstance(key, Sequence) else [key])
@@ -288,7 +293,9 @@ class Engine:
         # Rejects custom samplers, which would have to be compiled into the programs.
         combine_samplers([sampling])
         for each in keys:
-            arguments.check_sampling_options(params, sampling, each, stops)
+            arguments.check_sampling_options(
+                params, sampling, each, stops, continues=document is not None
+            )
         if document is not None and not isinstance(document, Document):
             raise TypeError(
                 f"document={type(document).__name__}: pass what this engine's document returned"
@@ -319,6 +326,7 @@ class Engine:
             offline=offline,
             owner=owner,
             document=document,
+            scorer=scorer,
             text=params.text,
             needs_extras=needs_extras(sampling) or grammar is not None,
         )

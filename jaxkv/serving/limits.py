@@ -21,6 +21,8 @@ class RequestLimits:
         answers: maximum number of answers to one body, which is prompts times `n`.
         tool_parser: as in `choose_answer_format`.
         reasoning_parser: as in `choose_answer_format`.
+        generation_config: "auto" takes settings of sampling that a body leaves out from the model's
+            `generation_config.json`, "none" OpenAI's defaults.
     """
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
@@ -31,6 +33,7 @@ class RequestLimits:
     answers: int = 64
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    generation_config: str = "auto"
 
     def __post_init__(self) -> None:
         """Validate the request limits, and that the API key, if any, has only visible ASCII characters."""
@@ -42,7 +45,7 @@ class RequestLimits:
             _checks.validate_field(
                 self, name, _checks.validate_float, "give seconds above 0", open_low=True, high=1e9
             )
-        for name, known in PARSERS.items():
+        for name, known in {**PARSERS, "generation_config": ("auto", "none")}.items():
             given = getattr(self, name)
             require(given in known, name, given, f"unknown: use one of {', '.join(known)}")
         for key in self.clients:

@@ -54,6 +54,7 @@ class RayServeSettings(ModelSettings, EngineSettings):
     max_body_bytes: int = 8 << 20
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    generation_config: str = "auto"
 
 
 @serve.ingress()
@@ -90,6 +91,7 @@ def app(settings: RayServeSettings) -> Any:
         body_bytes=settings.max_body_bytes,
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
+        generation_config=settings.generation_config,
     )
     deployment = serve.deployment(Replica).options(
         num_replicas=settings.replicas,

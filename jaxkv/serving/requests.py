@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from jaxkv.engine.generation_results import Completion
+from jaxkv.engine.prompt_scores import UNSCORED
+from jaxkv.engine.sampling_extras import ScoredToken
 from jaxkv.serving.stats import RequestStats
 from jaxkv.text.answer_parsing import PLAIN, AnswerFormat
 from jaxkv.text.tokenizer import ChatTokenizer
@@ -68,7 +70,8 @@ class Request:
         future: future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` cancels it.
         format: markers of reasoning and tool calls in the text.
         stats: token counts and seconds of an answered request; None before, and if it failed or was cancelled.
-        scored_tokens: per token so far ids and log-probabilities, the token's own first; empty unless asked for.
+        scored_tokens: the tokens so far with their log-probabilities; empty unless asked for.
+        scorer: has the scored tokens of the prompt, once the request has ended.
         tokenizer: the model's tokenizer; None without one.
     """
 
@@ -82,7 +85,8 @@ class Request:
         self._listeners: list[Callable[[], object]] = []
         self._readers = 0
         self.stats: RequestStats | None = None
-        self.scored_tokens: list[tuple[list[int], list[float]]] = []
+        self.scored_tokens: list[ScoredToken] = []
+        self.scorer = UNSCORED
         self.tokenizer: ChatTokenizer | None = None
         self.future: Future[Completion] = Future()
         self.future.add_done_callback(lambda _: self._wake_readers())

@@ -200,9 +200,12 @@ class Scheduler:
     def _match_prefix(self, work: PrefillWork) -> MatchedPrefix | None:
         """Return the stored cache that a prompt begins with, in a slot's shape; None if it must be read whole.
 
-        A document and a question on one are never matched. Programs that are not compiled yet are not waited for.
+        A document, a question on one, and a scored prompt are never matched. Programs that are not compiled yet are
+        not waited for.
         """
         if self.prefixes is None or not isinstance(work, RequestWork) or work.document is not None:
+            return None
+        if work.scorer.is_active:
             return None
         ids = work.encoded.ids[0]
         found = self.prefixes.find_prefix(ids, self._get_prefix_owner(work))
@@ -261,6 +264,9 @@ class Scheduler:
                     work.future.set_result(made)
                 except _REFUSALS as error:
                     work.fail_with_error(error)
+            return
+        if work.new == 0:
+            self._deliver_answer(work)
             return
         try:
             work.ready = self.slots.begin_sequence(

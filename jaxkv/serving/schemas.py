@@ -2,6 +2,7 @@
 
 import dataclasses
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,7 @@ Budget = Annotated[int | float, Field(gt=0, lt=2**31)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # JSON's keys are texts.
 TokenKey = Annotated[Token, Field(strict=False)]
+Effort = Literal["none", "low", "medium", "high"]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 Ids = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
@@ -158,6 +160,7 @@ class CompletionBody(Body):
     frequency_penalty: float = 0.0
     logit_bias: dict[TokenKey, float] = {}
     stop_token_ids: Annotated[tuple[Token, ...], Field(strict=False)] = ()
+    prompt_logprobs: Alternatives | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
@@ -196,9 +199,13 @@ class CompletionBody(Body):
         require(len(given) < 2, "response_format", f"{len(given)} constraints", "give only one")
         return given[0] if given else None
 
-    def make_sampling(self, logprobs: int | None) -> Sampling:
-        """Return a request body's settings of sampling as a `Sampling`, without seed."""
-        return Sampling(**self.model_dump(include=_SETTINGS), logprobs=logprobs)
+    def combine_sampling(self, defaults: Mapping[str, Any], **given: int | None) -> Sampling:
+        """Return `defaults`, then the body's own settings of sampling, then `given` ones as a `Sampling`."""
+        own = self.model_dump(include=_SETTINGS, exclude_unset=True)
+        made = Sampling(**{**defaults, **own, **given})
+        streams = self.stream and made.prompt_logprobs is not None
+        require(not streams, "stream", True, "a scored prompt is not streamed: leave it out")
+        return made
 
 
 class TextBody(CompletionBody):
@@ -211,11 +218,16 @@ class TextBody(CompletionBody):
         | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Alternatives | None = None
+    echo: bool = False
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
 
-    @property
-    def sampling_settings(self) -> Sampling:
-        """A request body's settings of sampling as a `Sampling`, without seed."""
-        return self.make_sampling(self.logprobs)
+    def make_sampling(self, defaults: Mapping[str, Any]) -> Sampling:
+        """Return the body's settings of sampling as a `Sampling`; `defaults` of fields that it leaves out."""
+        require(self.echo or self.max_tokens != 0, "max_tokens", 0, "use 1 or more, or echo=true")
+        if not self.echo:
+            return self.combine_sampling(defaults, logprobs=self.logprobs)
+        top = max(self.logprobs or 0, self.prompt_logprobs or 0)
+        return self.combine_sampling(defaults, logprobs=self.logprobs, prompt_logprobs=top)
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -226,7 +238,7 @@ class TextBody(CompletionBody):
     @property
     def max_answer_tokens(self) -> int:
         """Requested maximum tokens of an answer of /v1/completions; 16, OpenAI's default, if None."""
-        return self.max_tokens or 16
+        return 16 if self.max_tokens is None else self.max_tokens
 
 
 class FunctionSchema(Body):
@@ -256,7 +268,7 @@ class ChatBody(CompletionBody):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    reasoning_effort: Literal["none", "low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
 
     @property
     def chat(self) -> Chat:
@@ -269,12 +281,12 @@ class ChatBody(CompletionBody):
             template_arguments=thinks | self.chat_template_kwargs,
         )
 
-    @property
-    def sampling_settings(self) -> Sampling:
-        """A request body's settings of sampling as a `Sampling`, without seed."""
+    def make_sampling(self, defaults: Mapping[str, Any]) -> Sampling:
+        """Return the body's settings of sampling as a `Sampling`; `defaults` of fields that it leaves out."""
         fine = self.logprobs or not self.top_logprobs
         require(fine, "top_logprobs", self.top_logprobs, "set logprobs=true, or leave it out")
-        return self.make_sampling(self.top_logprobs if self.logprobs else None)
+        top = self.top_logprobs if self.logprobs else None
+        return self.combine_sampling(defaults, logprobs=top)
 
     def build_grammar(self, format: AnswerFormat, text: ChatTokenizer) -> Grammar | None:
         """Build the grammar of an answer in a model's format; None if it may be any text.
@@ -354,9 +366,10 @@ class Choice(BaseModel):
 
 
 class TextChoice(Choice):
-    """One answer of /v1/completions, or a piece of it: its text."""
+    """One answer of /v1/completions, or a piece of it: its text, with an echo the prompt's before it."""
 
     text: str
+    prompt_logprobs: list[Any] | None = None
 
 
 class ChatChoice(Choice):
@@ -379,6 +392,7 @@ class Reply(BaseModel):
     created: int
     model: str
     choices: list[TextChoice | ChatChoice | ChatPiece]
+    prompt_logprobs: list[Any] | None = None
     usage: Usage | None = None
 
 

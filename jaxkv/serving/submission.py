@@ -44,8 +44,8 @@ def submit_body_requests(
     chat, prompts, count = isinstance(body, ChatBody), body.prompts, body.n * len(body.prompts)
     format, grammar = PLAIN, body.content_grammar
     if count > limits.answers:
-        most = f"request {limits.answers} at most per body"
-        said = f"n={body.n}: {count} answers are too many: {most}"
+        remedy = f"request {limits.answers} at most per body"
+        said = f"n={body.n}: {count} answers are too many: {remedy}"
         raise HttpError(400, said, param="n")
     if isinstance(body, ChatBody):
         format = choose_answer_format(
@@ -57,9 +57,13 @@ def submit_body_requests(
         format = dataclasses.replace(format, parallel=body.parallel_tool_calls)
         grammar = body.build_grammar(format, engine.session.params.tokenizer)
         prompts = [dataclasses.replace(body.chat, kept_special_tokens=format.special_tokens)]
+    most, asked, params = engine.limits.new, body.max_answer_tokens, engine.session.params
+    sampling = body.make_sampling(
+        params.sampling_defaults if limits.generation_config == "auto" else {}
+    )
     options: dict[str, Any] = {
-        "max_new_tokens": min(body.max_answer_tokens or engine.limits.new, engine.limits.new),
-        "sampling": body.sampling_settings,
+        "max_new_tokens": most if asked is None else min(asked, most),
+        "sampling": sampling,
         "stop": body.stop,
         "budget": body.budget,
         "stop_at_eos": not body.ignore_eos,
@@ -72,7 +76,7 @@ def submit_body_requests(
     }
     if body.seed is not None:
         seed = body.seed
-    elif body.temperature == 0:
+    elif sampling.temperature == 0:
         seed = None
     elif seed is None:
         seed = secrets.randbits(32)
@@ -107,8 +111,10 @@ def make_complete_reply(
     found = zip(requests, completions, strict=True)
     choices = [_make_choice(body, at, *each) for at, each in enumerate(found)]
     kind = "chat.completion" if isinstance(body, ChatBody) else "text_completion"
-    usage = count_usage_tokens(requests, body.n, document)
-    return Reply(object=kind, **make_reply_head(body, model), choices=choices, usage=usage)
+    usage, head = count_usage_tokens(requests, body.n, document), make_reply_head(body, model)
+    if isinstance(body, ChatBody) and body.prompt_logprobs is not None:
+        head["prompt_logprobs"] = LogprobsWriter(requests[0], chat=True).list_prompt_logprobs()
+    return Reply(object=kind, **head, choices=choices, usage=usage)
 
 
 def make_reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
@@ -128,13 +134,19 @@ def _make_choice(
     text, parser = completion.text or "", AnswerParser(request.format)
     parser.push_text(text)
     parser.flush_text()
+    echoes = isinstance(body, TextBody) and body.echo and body.logprobs is not None
+    writer = LogprobsWriter(request, chat=isinstance(body, ChatBody), echo=echoes)
     told: dict[str, Any] = {
         "index": at,
-        "logprobs": LogprobsWriter(request, chat=isinstance(body, ChatBody)).write_new(),
+        "logprobs": writer.write_new(),
         "finish_reason": parser.rename_finish_reason(completion.finish_reason),
         "stop_reason": completion.stop_reason,
     }
     if isinstance(body, TextBody):
+        if body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = writer.list_prompt_logprobs()
+        if body.echo and request.tokenizer is not None:
+            text = request.tokenizer.decode([ids[0] for ids, _ in request.scorer.scored[0]]) + text
         return TextChoice(text=text, **told)
     return ChatChoice(message=parser.message, **told)
 

@@ -13,6 +13,7 @@ from jaxkv.cache import KVCache
 from jaxkv.engine.generation_results import AnswerCollector
 from jaxkv.engine.lengths import round_up_to_bucket, round_up_to_question
 from jaxkv.engine.progress import Walk
+from jaxkv.engine.prompt_scores import UNSCORED, PromptScorer
 from jaxkv.engine.sampling import Sampler, get_settings
 from jaxkv.engine.sequences import PausedSequence
 from jaxkv.engine.slots import Slots
@@ -38,6 +39,7 @@ class PrefillWork:
         owner: name of the server's client that posts a document, or whose conversations a request shares; empty for
             none.
         needs_extras: True if it runs the decode loop with penalties, biases, log-probabilities or a grammar.
+        scorer: scores the prompt's tokens, if a request asks for that.
         future: future of the result, here the compressed `Document`.
         submitted: time of submission.
         begun: start time of its prefill.
@@ -51,6 +53,7 @@ class PrefillWork:
     document: Document | None = None
     owner: str = ""
     needs_extras: bool = False
+    scorer: PromptScorer = UNSCORED
     future: Future[Any] = dataclasses.field(default_factory=Future)
     submitted: float = dataclasses.field(default_factory=time.monotonic)
     begun: float = 0.0
@@ -73,7 +76,9 @@ class PrefillWork:
         """Generator: prefill a prompt or add a question to a document; yield layers run; return `KVCache`."""
         if self.document is None:
             return (
-                yield from slots.iterate_prefill(self.encoded, key=self.key, policy=self.policy)
+                yield from slots.iterate_prefill(
+                    self.encoded, key=self.key, policy=self.policy, scorer=self.scorer
+                )
             )
         yield 0.0
         # The document store returns a copy, so it can be donated.
@@ -143,7 +148,7 @@ class RequestWork(PrefillWork):
         self.future, self.request.tokenizer = self.request.future, self.text
         top = get_settings(self.sampling).logprobs
         self.answers = AnswerCollector(self.text, 1, self.stops, self.encoded.kept, top)
-        self.request.scored_tokens = self.answers.scored[0]
+        self.request.scored_tokens, self.request.scorer = self.answers.scored[0], self.scorer
 
     def add_sampled_tokens(
         self, tokens: list[int], now: float, logprobs: Any = None, row: int = 0
@@ -175,7 +180,7 @@ class RequestWork(PrefillWork):
         """Pass the rest of the text to readers, and complete the request with its `Completion` and `RequestStats`."""
         self.request.append_text(self.answers.flush_text()[0])
         first = self.first or self.submitted
-        (completion,) = self.answers.build_completions(self.eos)
+        (completion,) = self.answers.build_completions(self.eos, self.scorer.scored)
         if self.ends_by_text:
             completion = dataclasses.replace(completion, finish_reason="stop")
         stats = RequestStats(
