@@ -190,8 +190,7 @@ class Slots:
         )
         self.logprobs = None
         # Each group of a mesh reads one prompt at a time.
-        most = count if self._axes is None else 1
-        self.programs = self.shape.list_programs(prefill_tokens, most)
+        self.programs = self.shape.list_programs(prefill_tokens, 1 if self._axes else count)
         self.uncompiled = dict[SlotPrograms, Exception | None].fromkeys(self.programs)
         if start:
             self.compile_programs()

@@ -159,7 +159,7 @@ class Scheduler:
         """End waiting requests whose programs failed to compile with the error; the next such request tries again."""
         for programs, error in list(self.slots.uncompiled.items()):
             needing = [work for work in list(self.waiting) if programs in work.needed_programs]
-            if error is not None and needing:
+            if error and needing:
                 for work in needing:
                     self.waiting.remove(work)
                     work.fail_with_error(error)
