@@ -1,12 +1,16 @@
 """Many requests at once on this machine's CPU: `jaxkv serve`, `jaxkv.Engine`, `generate` one by one, and a peer.
 
     .venv/bin/python -m benchmarks.serving [--rounds 3] [--peer .venv-peer/bin/python]
+    .venv/bin/python -m benchmarks.serving --together [--rounds 3]
 
 A round answers the same 32 requests (300 to 1,500 tokens, 32 to 200 new, SmolLM2 in float32, greedy, all there from
 the beginning) by every contestant in turn; programs are compiled before. The peer is transformers' continuous batching
 (`generate_batch`) with as many sequences at a time as the engine has slots. `jaxkv serve` is asked by as many clients
 as there are requests, which read streams over HTTP. The last part has one request sample while
 a prompt of 4,096 tokens arrives, with tokens sampled between its layers and without.
+
+`--together` runs only this, and prints it: 16 requests of 600 tokens and 64 new, 8 slots, with prompts prefilled
+together and one by one, in turns.
 """
 
 import argparse
@@ -24,6 +28,8 @@ from benchmarks.workers import Worker
 
 RESULTS = record.RESULTS / "serving.json"
 MODEL, REQUESTS, SLOTS, LONG = "smollm2-135m-instruct", 32, 8, 4096
+# Tokens of a prompt with --together.
+READ, TOGETHER = 600, ("SnapKV", "FullKV")
 POLICIES = {"FullKV": {}, "SnapKV": {"budget": 256}, "AdaKV": {"budget": 256}}
 SERVED = {"FullKV": "full", "SnapKV": "snapkv --budget 256", "AdaKV": "adakv --budget 256"}
 PEER, CACHE = "transformers, continuous batching", 2e9
@@ -118,6 +124,41 @@ def pauses(model, interleaved):
     return {"longest_pause": float(np.diff(times).max()), "prefill": asked.stats.prefill_seconds}
 
 
+def together(model, rounds):
+    """Prints, of each policy, the seconds to the first token at the median, and how many times longer one by one is."""
+    import jaxkv
+
+    (prompt, *_), _ = workload()
+    ids = np.resize(np.asarray(prompt), 20 * READ)
+    prompts, new = [ids[at * 64 :][:READ].tolist() for at in range(16)], [64] * 16
+    limits = {"slots": SLOTS, "max_prompt_tokens": READ, "max_new_tokens": 64}
+    for name in TOGETHER:
+        policy, found = getattr(jaxkv, name)(**POLICIES[name]), {}
+        engines = {
+            tokens: jaxkv.Engine(model, policy=policy, prefill_tokens=tokens, **limits)
+            for tokens in (1, 4096)
+        }
+        for at in range(rounds + 1):
+            for tokens, engine in engines.items():
+                mine = by_engine(engine, prompts, new)
+                # The first round touches the pages of the slots.
+                if at:
+                    found.setdefault(tokens, []).append(mine)
+                    print(name, tokens, mine["first_token"], mine["tokens_a_second"], flush=True)
+        for tokens, mine in found.items():
+            for key, first in (("first_token", True), ("tokens_a_second", False)):
+                pick = lambda each, key=key, first=first: each[key][0] if first else each[key]  # noqa: E731
+                ratios = [pick(a) / pick(b) for a, b in zip(found[1], mine, strict=True)]
+                told = ", ".join(f"{pick(each):.2f}" for each in mine)
+                print(
+                    f"{name}, prefill_tokens={tokens}: {key} {told}; one by one is "
+                    f"{statistics.median(ratios):.2f} of it ({min(ratios):.2f} to {max(ratios):.2f})",
+                    flush=True,
+                )
+        for engine in engines.values():
+            engine.close()
+
+
 def measured(model, peer, served, rounds):
     """Of each contestant its rounds; bytes of its slots. `served` are the port and process of `jaxkv serve`."""
     import jaxkv
@@ -208,9 +249,12 @@ def main():
     parser.add_argument(
         "--peer", type=Path, help="Python of an environment with torch and transformers"
     )
+    parser.add_argument("--together", action="store_true", help="only prompts prefilled together")
     options = parser.parse_args()
     enable_compilation_cache()
     model, peer = jaxkv.load(MODEL, "float32", progress=False), None
+    if options.together:
+        return together(model, options.rounds)
     if options.peer is not None:
         sizes = [str(each) for each in (fetch_checkpoint(MODEL), SLOTS, sum(LIMITS.values()))]
         peer = Worker([options.peer, "-m", "benchmarks.serving_peer", *sizes])

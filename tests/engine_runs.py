@@ -23,6 +23,7 @@ LIMITS = {
     "max_new_tokens": runs.NEW,
     "max_question_tokens": QUESTION,
     "queue": 400,
+    "prefill_tokens": 4 * 64,
     "document_bytes": 10**9,
 }
 

@@ -1,6 +1,7 @@
 """Prompts that continue an earlier conversation: its cache is reused, and answers are those of the whole prompt."""
 
 import dataclasses
+import threading
 import time
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 import tiny
 
 import jaxkv
+from jaxkv.engine import slots as slots_module
 from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.engine.slot_shape import SlotPrograms
+from jaxkv.engine.slots import Slots
 from jaxkv.serving import PrefixCacheConfig
 from jaxkv.serving.compiling import COMPUTING
 from jaxkv.serving.prefix_cache import PrefixCache, PrefixOwner
@@ -19,6 +23,7 @@ LIMITS = {
     "max_question_tokens": 64,
     "max_new_tokens": 8,
     "queue": 4000,
+    "prefill_tokens": 1,
 }
 ANSWER = {"max_new_tokens": 6, "stop_at_eos": False}
 FIRST, SECOND, THIRD = tiny.prompts(5, [90, 21, 13])
@@ -166,14 +171,14 @@ def test_the_least_recently_used_is_dropped_first():
     texts = [[at, *FIRST[1:]] for at in range(3)]
     for text in texts[:2]:
         prefixes.store_prefix(cache, text, owner)
-    assert prefixes.find_prefix(texts[0] + SECOND, owner).tokens == 90
+    assert [each.tokens for each in prefixes.find_prefixes(texts[0] + SECOND, owner)] == [90]
     prefixes.store_prefix(cache, texts[2], owner)
-    found = [prefixes.find_prefix(text + SECOND, owner) for text in texts]
-    assert [each is not None for each in found] == [True, False, True]
+    found = [list(prefixes.find_prefixes(text + SECOND, owner)) for text in texts]
+    assert [len(each) for each in found] == [1, 0, 1]
     assert prefixes.nbytes <= prefixes.most_bytes
     small = PrefixCache(most_bytes=cache.nbytes // 2)
     small.store_prefix(cache, texts[0], owner)
-    assert small.nbytes == 0 and small.find_prefix(texts[0] + SECOND, owner) is None
+    assert small.nbytes == 0 and not list(small.find_prefixes(texts[0] + SECOND, owner))
 
 
 def test_a_prefix_that_saves_no_bucket_is_not_reused():
@@ -184,7 +189,7 @@ def test_a_prefix_that_saves_no_bucket_is_not_reused():
         assert answer(engine, FIRST)[1] == 0
 
 
-@pytest.mark.parametrize("name", ["store_prefix", "find_prefix"])
+@pytest.mark.parametrize("name", ["store_prefix", "find_prefixes"])
 def test_without_memory_prompts_are_read_whole(monkeypatch, name):
     def fail(*_):
         raise MemoryError("none left")
@@ -193,6 +198,65 @@ def test_without_memory_prompts_are_read_whole(monkeypatch, name):
     with jaxkv.Engine(model(), policy=jaxkv.FullKV(), **LIMITS) as engine:
         for prompt, tokens, reused in turns(engine):
             assert (tokens, reused) == (alone(jaxkv.FullKV(), prompt), 0)
+
+
+@pytest.mark.parametrize(
+    "policy", [jaxkv.FullKV(), jaxkv.AdaKV(budget=40), jaxkv.GlobalBudget(budget=40)]
+)
+def test_room_is_known_before_a_cache_is_copied(monkeypatch, policy):
+    limits = {"max_prompt": 100, "max_new_tokens": 8, "max_question": 16}
+    slots = Slots(jaxkv.Session(model(), policy), count=1, start=False, **limits)
+    cache = jaxkv.prefill(model(), FIRST, policy=policy)
+    placed = slots.place_stored_cache(cache, 1, 1)
+    free = slots.shape.count_free_places(placed, slots._sliding)
+    assert free == slots.shape.count_places_after_repacking(cache, slots._sliding) > 2
+    monkeypatch.setattr(slots_module, "repack_through_host", lambda *_, **__: placed)
+    assert slots.place_stored_cache(cache, free - 1, 1) is placed
+    monkeypatch.setattr(slots_module, "repack_through_host", None)
+    assert slots.place_stored_cache(cache, free, 1) is None
+
+
+def test_the_next_best_prefix_is_used(monkeypatch):
+    """The longest conversation has no room; the one before it has."""
+    policy = jaxkv.KNorm(budget=400)
+    with jaxkv.Engine(model(), policy=policy, **LIMITS) as engine:
+        (_, _, _), (prompt, tokens, _) = turns(engine, parts=(FIRST, SECOND))
+        place = engine._slots.place_stored_cache
+
+        def refuse(cache, *given):
+            return None if int(cache.seen[0]) > 100 else place(cache, *given)
+
+        monkeypatch.setattr(engine._slots, "place_stored_cache", refuse)
+        following = prompt + tokens + THIRD
+        assert answer(engine, following) == (alone(policy, following), 95)
+
+
+def test_conversations_are_stored_beside_the_engine(monkeypatch):
+    """The next turn waits for its own, and for no other; while two are being stored no third one is."""
+    stored, go_on, store = [], threading.Event(), PrefixCache.store_prefix
+
+    def slow(prefixes, cache, ids, owner):
+        stored.append(ids)
+        assert go_on.wait(60)
+        store(prefixes, cache, ids, owner)
+
+    monkeypatch.setattr(PrefixCache, "store_prefix", slow)
+    with jaxkv.Engine(model(), policy=jaxkv.FullKV(), **LIMITS) as engine:
+        tokens, _ = answer(engine, FIRST)
+        following = FIRST + tokens + SECOND
+        request = engine.submit(following, **ANSWER)
+        assert answer(engine, OTHER) == (alone(jaxkv.FullKV(), OTHER), 0)
+        third = [OTHER[0] ^ 1, *THIRD]
+        answer(engine, third)
+        assert len(stored) == 2 and engine.stats.waiting == 1
+        go_on.set()
+        assert request.result(60).tokens.tolist() == alone(jaxkv.FullKV(), following)
+        assert request.stats.cached_tokens == 95
+        # What is answered while the engine closes is not stored.
+        before, last = len(stored), engine.submit(THIRD, **ANSWER | {"max_new_tokens": 8})
+        engine.close()
+        assert last.result(0).tokens.size == 8
+    assert before == len(stored) <= 3
 
 
 def test_programs_compile_for_a_prefix_that_was_missed():
@@ -205,10 +269,11 @@ def test_programs_compile_for_a_prefix_that_was_missed():
     COMPUTING.add(busy)
     with jaxkv.Engine(model(), policy=jaxkv.FullKV(), precompile=False, **LIMITS) as engine:
         answer(engine, FIRST)
-        assert (True, 64) in engine._slots.uncompiled
+        question = SlotPrograms(kind="question", length=64)
+        assert question in engine._slots.uncompiled
         assert answer(engine, FIRST + OTHER)[1] == 0
         deadline = time.monotonic() + 300
-        while (True, 64) in engine._slots.uncompiled:
+        while question in engine._slots.uncompiled:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert answer(engine, FIRST + OTHER)[1] > 90

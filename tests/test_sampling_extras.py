@@ -17,8 +17,10 @@ import tiny
 import jaxkv
 from jaxkv import Sampling
 from jaxkv.engine import grouped_decode, spec
+from jaxkv.engine.progress import run_generator
 from jaxkv.engine.sampling import combine_samplers
 from jaxkv.engine.sampling_extras import create_extras
+from jaxkv.engine.slot_shape import EXTRAS
 from jaxkv.machine.compilation import StageClock
 
 GOLDEN = Path(__file__).parent / "golden" / "processors.npz"
@@ -251,10 +253,11 @@ def requests(count, **options):
 
 def compile_extras(slots):
     """Compiles what sequences with extras run, as an engine does: in a thread of the name that is not checked."""
-    thread = threading.Thread(target=slots.compile_extras, name="jaxkv-compile")
+    walk = slots.compile_further_programs(EXTRAS)
+    thread = threading.Thread(target=run_generator, args=(walk,), name="jaxkv-compile")
     thread.start()
     thread.join()
-    assert slots.extras_compiled
+    assert EXTRAS not in slots.uncompiled
 
 
 def test_slots_hold_extras_while_a_sequence_needs_them():
@@ -323,7 +326,7 @@ def test_an_engine_answers_as_generate_whatever_runs_beside():
         with clock:
             asked = [engine.submit(each.prompt, max_new_tokens=each.new) for each in given[:5]]
             [each.result() for each in asked]
-        assert clock.programs == 0 and not engine._slots.extras_compiled
+        assert clock.programs == 0 and EXTRAS in engine._slots.uncompiled
         asked = [
             engine.submit(
                 each.prompt, max_new_tokens=each.new, sampling=each.sampling, key=each.seed

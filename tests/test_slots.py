@@ -14,6 +14,7 @@ from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv.engine.progress import run_generator
+from jaxkv.engine.slot_shape import EXTRAS
 from jaxkv.engine.slots import PARTS
 
 BUDGET = 20
@@ -137,14 +138,17 @@ def test_a_length_is_compiled_once_it_is_asked_for():
     )
     parts = []
     slots.compile_programs(parts.append, lengths=False)
-    assert len(parts) == PARTS and slots.uncompiled == [
-        (False, 32),
-        (False, 128),
-        (False, 16),
-        (True, 64),
+    assert len(parts) == PARTS
+    assert [(each.kind, each.length) for each in slots.uncompiled] == [
+        ("prompt", 32),
+        ("prompt", 128),
+        ("prompt", 16),
+        ("question", 64),
+        ("extras", 0),
     ]
-    for question, size in list(slots.uncompiled):
-        run_generator(slots.compile_padded_length(question, size))
+    for programs in list(slots.uncompiled)[:-1]:
+        run_generator(slots.compile_further_programs(programs))
+    assert list(slots.uncompiled) == [EXTRAS]
     given = runs.requests(3, 6)
     assert runs.answered(slots, given)[1] == 0
 

@@ -83,6 +83,7 @@ class EngineOptions(ComputeOptions):
         max_prompt_tokens: maximum tokens of a prompt (default: 4096, if the model supports them).
         max_new_tokens: maximum tokens of an answer.
         max_question_tokens: maximum tokens of a question on a document; 0: no documents.
+        prefill_tokens: maximum padded tokens of waiting prompts that are read together.
         documents: folder that keeps documents for the next start (default: none are kept).
     """
 
@@ -92,6 +93,7 @@ class EngineOptions(ComputeOptions):
     max_prompt_tokens: Count | None = None
     max_new_tokens: Count = 512
     max_question_tokens: Natural = 256
+    prefill_tokens: Count = 2048
     documents: Name | None = None
     policy: PolicyArguments
 
@@ -102,5 +104,5 @@ class EngineOptions(ComputeOptions):
 
     def build_engine_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of `Engine` for slots, token limits and the attention implementation."""
-        names = "slots max_prompt_tokens max_new_tokens max_question_tokens implementation"
+        names = "slots max_prompt_tokens max_new_tokens max_question_tokens prefill_tokens implementation"
         return pick_fields(self, names)

@@ -1,7 +1,6 @@
 """Arithmetic of prompt lengths before the model runs: buckets, blocks of tokens, entries that policies keep."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv._checks import is_traced, select_array_module
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.layer_budgets import LayerBudgetInputs, WeightedLayers
 from jaxkv.policies.parts import DecodingCompressionConfig, Parts
@@ -94,7 +94,7 @@ def count_buffered_queries(
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EntryCounts:
     """Entry counts of a policy per prompt, from its length alone: budget, always-kept entries, entries per layer.
 

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv import _checks
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.topk import encode_sort_keys, kth_largest
 
@@ -40,7 +41,7 @@ class Sampler(Protocol):
         """Sample a token id `i32[B]` for each sequence from its float32 logits and its random key."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Sampling:
     """Sampler from softmax(logits / temperature), masked by `top_k`, `top_p`, then `min_p`; greedy at temperature 0.
 
@@ -249,7 +250,7 @@ def _sample_token(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array,
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class BatchSampling:
     """Sampler of a batch: arrays of a `Sampling`'s numbers per sequence, or one for all; any mix shares one program.
 

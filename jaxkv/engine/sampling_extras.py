@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.engine.sampling import MOST_LOGPROBS, Sampler, get_settings, needs_extras
 from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_dataclass_on_mesh
 
@@ -23,7 +24,7 @@ ScoredToken = tuple[list[int], list[Any]]
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SampledLogprobs:
     """Log-probabilities of n sampled tokens per sequence: first the token's own, then those of the likeliest tokens.
 
@@ -51,7 +52,7 @@ def concatenate_logprobs(blocks: Iterable[Any]) -> Any:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class SamplingExtras:
     """Extras of a batch: arrays of the `Sampling` fields that need the tokens so far, or have a number per token id.
 

@@ -1,6 +1,7 @@
 """Static shape of a slot: pool sizes for any prompt up to a limit, and its new tokens."""
 
 import math
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool
@@ -17,6 +18,30 @@ from jaxkv.policies.parts import Parts
 # Number of tokens of a dummy prompt for compilation; and the padded length, a short chat's, that is
 # compiled first.
 FEW = 64
+# Numbers of prompts that are prefilled together.
+BATCHES = (1, 2, 4, 8)
+
+
+@frozen_dataclass
+class SlotPrograms:
+    """Programs of slots that are compiled together.
+
+    Attributes:
+        kind: what they run: "prompt", "question", or "extras" for the decode loop with penalties, say.
+        length: padded length in tokens; 0 for extras.
+        batch: number of prompts.
+    """
+
+    kind: Literal["prompt", "question", "extras"]
+    length: int = 0
+    batch: int = 1
+
+    def get_rank(self) -> tuple[str, int, float, int]:
+        """Return the place in the order of compilation: prompts, then batches, then questions."""
+        return self.kind, self.batch, abs(math.log2(self.length / FEW)), self.length
+
+
+EXTRAS = SlotPrograms(kind="extras")
 
 
 @frozen_dataclass
@@ -33,15 +58,20 @@ class SlotShape:
         """Maximum number of tokens of a slot's text: prompt, question and answer, rounded up to a bucket."""
         return round_up_to_bucket(self.prompt + self.question + self.new)
 
-    @property
-    def padded_lengths(self) -> list[tuple[bool, int]]:
-        """Pairs (is a question, padded length) to compile: prompts first, nearest to a short chat's first."""
-        most = (False, self.prompt), (True, self.question)
-        pairs = [
-            (question, size) for question, longest in most for _, size in list_buckets(longest)
+    def list_programs(self, prefill_tokens: int, most: int) -> list[SlotPrograms]:
+        """Return all `SlotPrograms` to compile: single prompts, batches, questions; nearest to a short chat's first.
+
+        A batch has at most `most` prompts, of at most `prefill_tokens` padded tokens together.
+        """
+        programs = [
+            SlotPrograms(kind="prompt", length=size, batch=batch)
+            for _, size in list_buckets(self.prompt)
+            for batch in BATCHES
+            if batch == 1 or (batch <= most and batch * size <= prefill_tokens)
         ]
-        lengths = {(question, max(SHORT, size) if question else size) for question, size in pairs}
-        return sorted(lengths, key=lambda each: (each[0], abs(math.log2(each[1] / FEW))))
+        questions = {max(SHORT, size) for _, size in list_buckets(self.question)}
+        programs += [SlotPrograms(kind="question", length=size) for size in questions]
+        return [*sorted(programs, key=SlotPrograms.get_rank), EXTRAS]
 
     def require_cache_fits(
         self, parts: Parts, cache: KVCache, rows: int, sliding: Bool[np.ndarray, " L"]
@@ -73,6 +103,14 @@ class SlotShape:
     def count_free_places(self, cache: KVCache, sliding: Bool[np.ndarray, " L"]) -> int:
         """Return the fewest free places behind a cache's segments, without those of layers in the mask `sliding`."""
         return int(cache.compute_layer_headroom()[~sliding].min(initial=self.longest_text))
+
+    def count_places_after_repacking(self, cache: KVCache, sliding: Bool[np.ndarray, " L"]) -> int:
+        """Return `count_free_places` of a cache of one device, once its entries are in pools of a slot's sizes."""
+        layout, length = cache.layout, cache.kept
+        parts = zip(layout.slice_layers_by_pool(len(length)), self.rows, strict=True)
+        starts = [layout.compute_segment_starts(length[part], rows) for part, rows in parts]
+        free = layout.compute_segment_headroom(np.concatenate(starts), length, self.rows)
+        return int(free[~sliding].min(initial=self.longest_text))
 
 
 def uses_window_eviction(parts: Parts) -> bool:

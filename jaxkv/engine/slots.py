@@ -1,5 +1,6 @@
 """`Slots`: a running batch for continuous batching, whose sequences join and leave independently."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +37,14 @@ from jaxkv.engine.sampling_extras import concatenate_logprobs, create_extras
 from jaxkv.engine.sequences import PausedSequence, create_sequences
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_extras import SlotExtras
-from jaxkv.engine.slot_shape import FEW, SlotShape, compute_slot_shape, uses_window_eviction
+from jaxkv.engine.slot_shape import (
+    EXTRAS,
+    FEW,
+    SlotPrograms,
+    SlotShape,
+    compute_slot_shape,
+    uses_window_eviction,
+)
 from jaxkv.engine.spec import create_decode_spec
 from jaxkv.machine import memory
 from jaxkv.machine.compilation import StageClocks
@@ -69,9 +77,9 @@ class Slots:
         extras: penalties, biases and token masks of all slots, while a slot needs some.
         needed: bytes of the entries of all slots.
         done: mask `bool[B]` of slots that sample nothing: empty, released, or finished.
-        uncompiled: padded lengths that `compile_padded_length` has not compiled yet, as pairs (is a question, length).
+        programs: all programs that `compile_further_programs` compiles.
+        uncompiled: those that it has not compiled yet, each with the error of the last attempt, or None.
         logprobs: `SampledLogprobs` of the tokens of the last `decode`, on the host; None if it ran without extras.
-        extras_compiled: True once `compile_extras` has run: sequences with penalties, say, compile nothing.
     """
 
     @settled
@@ -83,6 +91,7 @@ class Slots:
         max_prompt: int,
         max_new_tokens: int,
         max_question: int = 0,
+        prefill_tokens: int = 1,
         ends: int = 8,
         size: int = 64,
         start: bool = True,
@@ -95,6 +104,7 @@ class Slots:
             max_prompt: maximum number of tokens per prompt.
             max_new_tokens: maximum number of sampled tokens per sequence.
             max_question: maximum number of tokens per question.
+            prefill_tokens: maximum number of padded tokens of prompts for which batches are compiled.
             ends: maximum number of ids that end a sequence.
             size: maximum number of tokens per call of the compiled loop.
             start: False defers allocation and compilation to `compile_programs`.
@@ -180,19 +190,21 @@ class Slots:
         self.extras = SlotExtras(
             count=count, groups=self._groups, vocab=config.vocab, axes=self._axes
         )
-        self.logprobs, self.extras_compiled = None, False
-        self.uncompiled = self.shape.padded_lengths
+        self.logprobs = None
+        # Each group of a mesh reads one prompt at a time.
+        self.programs = self.shape.list_programs(prefill_tokens, 1 if self._axes else count)
+        self.uncompiled = dict[SlotPrograms, Exception | None].fromkeys(self.programs)
         if start:
             self.compile_programs()
 
     @settled
     def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Prefill a prompt (mesh: one per group) into new pools of a slot's size; return a cache, in no slot.
+        """Prefill prompts (mesh: one per group) into new pools of a slot's size; return a cache, in no slot.
 
         Any number of sequences can begin from the cache.
 
         Args:
-            ids: token ids of the prompt; plain text if the model has a tokenizer.
+            ids: token ids of one or several prompts; plain text if the model has a tokenizer.
             key: random key or seed in place of the session's.
 
         Returns:
@@ -211,7 +223,7 @@ class Slots:
         policy: Policy | None = None,
         scorer: PromptScorer = UNSCORED,
     ) -> Walk[KVCache]:
-        """Generator: prefill a prompt into slot-sized pools; yield layers run since the last yield; return `KVCache`.
+        """Generator: prefill prompts into slot-sized pools; yield layers run since the last yield; return `KVCache`.
 
         Slots may decode between two yields. `policy` is the slots' policy with another budget of at most as many
         entries. `scorer` scores the prompt's tokens.
@@ -228,9 +240,8 @@ class Slots:
                 f"longer than max_prompt={most} of these slots: shorten the prompt",
             )
             many = f"give one prompt, or one for each of the mesh's {self._groups} groups"
-            require(
-                len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many
-            )
+            fits = self._axes is None or len(encoded.ids) in (1, self._groups)
+            require(fits, "ids", f"{len(encoded.ids)} prompts", many)
             needed = session.plan_without_memory_check(encoded.prompt_lengths, 0)
             needed = dataclasses.replace(needed, pools=self.shape.rows)
         cache = yield from session.iterate_prefill(encoded, needed=needed, key=key, scorer=scorer)
@@ -306,10 +317,10 @@ class Slots:
 
         `question` and `new` are numbers of tokens.
         """
-        placed = repack_through_host(cache, self._axes, rows=self.shape.rows)
-        needed = self._count_needed_places(question, new)
-        fits = needed <= self.shape.count_free_places(placed, self._sliding)
-        return placed if fits else None
+        free = self.shape.count_places_after_repacking(cache, self._sliding)
+        if self._count_needed_places(question, new) > free:
+            return None
+        return repack_through_host(cache, self._axes, rows=self.shape.rows)
 
     @settled
     def copy_cache(self, slot: int) -> KVCache:
@@ -335,6 +346,7 @@ class Slots:
         key: PRNGKeyArray | int | None = None,
         prompt: Sequence[int] = (),
         extras: bool = False,
+        row: int = 0,
     ) -> PausedSequence:
         """Return a `PausedSequence` to sample tokens on top of a cache after `insert_sequence`; the cache is unchanged.
 
@@ -348,6 +360,7 @@ class Slots:
             key: random key or seed in place of the session's.
             prompt: known token ids before the answer, for `repetition_penalty`.
             extras: True for a sequence with token masks (`extras.set_token_masks`).
+            row: index of the sequence in a cache of several prompts without a mesh; it is copied.
 
         Returns:
             The paused sequence.
@@ -367,11 +380,15 @@ class Slots:
         key = self.session.resolve_key(key)
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
-        arrays, batch = create_sequences(cache, new, sampling, table, key), len(cache.seen)
+        arrays, batch = create_sequences(cache, new, sampling, table, key), self._groups
         created = create_extras(
             sampling, [prompt] * batch, batch=batch, vocab=vocab, axes=self._axes, always=extras
         )
         told = self._count_entries_and_places(cache)
+        if len(cache.seen) > self._groups:
+            at = np.asarray([row], np.int32)
+            arrays = copy_from_slots(arrays, self._place_slot_values(at), axes=self._axes)
+            told = {name: each[at] for name, each in told.items()}
         return PausedSequence(arrays=arrays, key=key, done=False, extras=created, **told)
 
     @settled
@@ -506,8 +523,9 @@ class Slots:
         tick("prefill")
         cache = None
         while cache is None:
-            question, self._usual = self.uncompiled.pop(0)
-            cache = run_generator(self.compile_padded_length(question, self._usual))
+            first = next(iter(self.uncompiled))
+            self._usual = first.length
+            cache = run_generator(self.compile_further_programs(first))
         begun = self.begin_sequence(cache, max_new_tokens=min(2, self.shape.new))
         self.peek_first_token(begun)
         self._all = repeat_sequence_in_slots(begun.arrays, slots=self.count, axes=self._axes)
@@ -521,14 +539,14 @@ class Slots:
         if self._sliding.any():
             self._evict_outside_windows(0)
         self.release_slots(range(self.count))
-        while lengths and self.uncompiled:
-            run_generator(self.compile_padded_length(*self.uncompiled.pop(0)))
+        while lengths and [*self.uncompiled] != [EXTRAS]:
+            run_generator(self.compile_further_programs(next(iter(self.uncompiled))))
         jax.block_until_ready(self._all)
         memory.release_freed_memory()
 
     @settled
-    def compile_extras(self) -> None:
-        """Compile the decode loop with extras, and their copies; other threads may use the slots meanwhile."""
+    def _compile_extras(self) -> None:
+        """Compile the decode loop with extras, and their copies."""
         where = self._place_slot_values(self._locate_slot_in_groups(0))
         now, flat = self._all, self.session.params.flat_decoder
         spare = dataclasses.replace(self.extras, arrays=None)
@@ -539,24 +557,27 @@ class Slots:
             flat, now.cache, state, 1, now.sampling, 0, spec=self._spec
         )
         token_loop.compile_loop(given, spec=self._spec, size=self.size)
-        self.extras_compiled = True
 
-    def compile_padded_length(self, question: bool, size: int) -> Walk[KVCache | None]:
-        """Generator: compile one padded length's programs, with yields between; return a dummy cache, None if rejected.
+    def compile_further_programs(self, programs: SlotPrograms) -> Walk[KVCache | None]:
+        """Generator: compile some of `uncompiled`, with yields between; return a dummy cache, if prompts were run.
 
-        Slots are unchanged, so another thread may use them. Return a dummy cache, or None if the policy rejects the
-        length.
+        Slots are unchanged, so another thread may use them. The programs of a length that the policy rejects count as
+        compiled.
         """
-        try:
-            cache = yield from _prefill_dummy_prompt(
-                self.session, self.shape, self._usual if question else size
-            )
-        except ValueError:
-            return None
-        if question:
-            cache = self.extend(cache, [0] * min(size, self.shape.question))
+        cache, asks = None, programs.kind == "question"
+        size, batch = self._usual if asks else programs.length, programs.batch
+        if programs == EXTRAS:
+            self._compile_extras()
+        else:
+            with contextlib.suppress(ValueError):
+                cache = yield from _prefill_dummy_prompts(self.session, self.shape, size, batch)
+        if cache and batch > 1:
+            self.begin_sequence(cache, max_new_tokens=1)
+        if cache and asks:
+            cache = self.extend(cache, [0] * min(programs.length, self.shape.question))
             if self._parts.decoding_compression.compresses:
                 self._recompress_cache(cache, self.session.key)
+        del self.uncompiled[programs]
         return cache
 
     def _locate_slot_in_groups(self, slot: int) -> Int[np.ndarray, " g"]:
@@ -602,14 +623,15 @@ class Slots:
         )
 
     def _count_entries_and_places(self, cache: KVCache) -> dict[str, Any]:
-        """Return a dict of `beyond`, most entries over limit, `left`, free window places, per mesh group."""
-        over = count_entries_over_limit(cache) if self._every else np.zeros(self._groups, np.int64)
+        """Return a dict of `beyond`, most entries over limit, `left`, free window places, per sequence."""
+        none = np.zeros(len(cache.seen), np.int64)
+        over = count_entries_over_limit(cache) if self._every else none
         return {"beyond": over, "left": self._count_free_window_places(cache)}
 
-    def _count_free_window_places(self, cache: KVCache) -> Int[np.ndarray, " g"]:
-        """Return the fewest free places `[g]` of sliding-window layers per mesh group; the largest int64 if none."""
+    def _count_free_window_places(self, cache: KVCache) -> Int[np.ndarray, " B"]:
+        """Return the fewest free places `[B]` of sliding-window layers per sequence; the largest int64 if none."""
         if not self._sliding.any():
-            return np.full(self._groups, np.iinfo(np.int64).max)
+            return np.full(len(cache.seen), np.iinfo(np.int64).max)
         return cache.compute_sequence_headroom()[self._sliding].min(axis=0)
 
     def _recompress_cache(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
@@ -635,22 +657,24 @@ class Slots:
         )
 
 
-def _prefill_dummy_prompt(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
-    """Generator: prefill a dummy prompt of padded length `size`, of few tokens if possible; return its `KVCache`.
+def _prefill_dummy_prompts(
+    session: Session, shape: SlotShape, size: int, batch: int
+) -> Walk[KVCache]:
+    """Generator: prefill dummy prompts of padded length `size`, of few tokens if possible; return their `KVCache`.
 
-    Return its cache in pools of a slot's size; raise ValueError if the policy rejects all prompts of this length.
+    Return a cache in pools of a slot's size; raise ValueError if the policy rejects all prompts of this length.
     """
     # Clocks are not shared between threads.
     session = copy.copy(session)
     session.clocks = StageClocks()
     longest = min(size, shape.prompt)
     planned = dataclasses.replace(
-        session.plan_without_memory_check(np.asarray([longest]), 0), pools=shape.rows
+        session.plan_without_memory_check(np.full(batch, longest), 0), pools=shape.rows
     )
     try:
         few = min(longest, FEW)
-        numbers = session.plan_without_memory_check(np.asarray([few]), 0).numbers
+        numbers = session.plan_without_memory_check(np.full(batch, few), 0).numbers
         planned = dataclasses.replace(planned, numbers=numbers)
     except ValueError:
         few = longest
-    return (yield from session.iterate_prefill([0] * few, needed=planned))
+    return (yield from session.iterate_prefill([[0] * few] * batch, needed=planned))

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.serving.errors import convert_to_http_error
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.schemas import BatchLine
@@ -18,7 +19,7 @@ from jaxkv.serving.schemas import BatchLine
 PREFIX, _DIGITS = "batch_req_", 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class ParsedBatchLine:
     """One line of a batch file after parsing: a request, or the reason why it is invalid.
 

@@ -1,4 +1,4 @@
-"""Threads that compile programs while the engine runs: of further padded lengths, and of sampling with extras."""
+"""Thread that compiles programs while the engine runs: of further padded lengths, batches, sampling with extras."""
 
 import time
 import weakref
@@ -14,43 +14,34 @@ PATIENCE = 0.02
 COMPUTING = weakref.WeakSet[Scheduler]()
 
 
-def compile_remaining_lengths(
+def compile_remaining_programs(
     slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]
 ) -> None:
-    """Thread body: compile programs of lengths requested, or, while no engine computes, other prompt lengths.
+    """Thread body: compile programs that are wanted, or, while no engine computes, those of other prompts.
 
-    Ends when no length is left, or between two programs once `ended` returns True.
+    Ends when none is left, or between two programs once `ended` returns True. An error is left in `uncompiled`: the
+    requests that need these programs get it.
     """
-    left = slots.uncompiled
-    try:
-        while left and not ended():
-            length = scheduler.first_uncompiled_length or left[0]
-            if (
-                scheduler.first_uncompiled_length is None
-                and length[0]
-                and scheduler.prefixes is None
-            ):
-                # Without stored conversations, programs of questions compile only for a waiting request.
-                time.sleep(PATIENCE)
-                continue
-            for _ in slots.compile_padded_length(*length):
-                while COMPUTING and not (scheduler.first_uncompiled_length or ended()):
+    # Without stored conversations, programs of questions compile only for a waiting request.
+    kinds = {"prompt"} if scheduler.prefixes is None else {"prompt", "question"}
+    while slots.uncompiled and not ended():
+        idle = (
+            each
+            for each, error in list(slots.uncompiled.items())
+            if error is None and each.kind in kinds
+        )
+        programs = scheduler.first_wanted_programs or next(idle, None)
+        if programs is None:
+            time.sleep(PATIENCE)
+            continue
+        try:
+            for _ in slots.compile_further_programs(programs):
+                while COMPUTING and not (scheduler.first_wanted_programs or ended()):
                     time.sleep(PATIENCE)
-                if ended() or scheduler.first_uncompiled_length not in (None, length):
+                if ended() or scheduler.first_wanted_programs not in (None, programs):
                     # Programs compiled so far remain cached.
                     break
             else:
-                left.remove(length)
                 memory.release_freed_memory()
-    finally:
-        # After an error, a request of such a length compiles its own programs and gets the error.
-        left.clear()
-
-
-def compile_slot_extras(slots: Slots) -> None:
-    """Thread body: compile the programs of the first request with penalties, biases or log-probabilities."""
-    try:
-        slots.compile_extras()
-    finally:
-        # After an error, the request compiles its own programs and gets the error.
-        slots.extras_compiled = True
+        except Exception as error:  # noqa: BLE001 - only the requests that need these programs fail
+            slots.uncompiled[programs] = error

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import ConversationState, KVCache, repack_through_host
 from jaxkv.cache.saved import load_cache
 from jaxkv.checkpoints.whole_files import write_file_atomically
@@ -37,7 +38,7 @@ class UnreadableDocument(ValueError):
     """Error for a document on disk that cannot be read: its folder is damaged or missing."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Document:
     """Handle of a document that an engine has compressed, for `submit`: id, tokens, entries, bytes; no cache.
 

@@ -35,12 +35,7 @@ from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
 from jaxkv.policies.policy import Policy
-from jaxkv.serving.compiling import (
-    COMPUTING,
-    PATIENCE,
-    compile_remaining_lengths,
-    compile_slot_extras,
-)
+from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_remaining_programs
 from jaxkv.serving.constraints import GrammarCompiler
 from jaxkv.serving.document_store import Document, DocumentCacheStore
 from jaxkv.serving.given import apply_request_budget, compute_deadline, resolve_random_key
@@ -104,6 +99,7 @@ class Engine:
         max_prompt_tokens: int | np.integer | None = None,
         max_new_tokens: int | np.integer = 512,
         max_question_tokens: int | np.integer = 0,
+        prefill_tokens: int | np.integer = 2048,
         queue: int | np.integer = 256,
         documents: str | os.PathLike[str] | None = None,
         document_bytes: int | np.integer | None = None,
@@ -125,6 +121,9 @@ class Engine:
                 policy's budget does. By default the model's positions less the other limits, at most 4096.
             max_new_tokens: maximum tokens of an answer.
             max_question_tokens: maximum tokens of a question on a document; 0 for no questions.
+            prefill_tokens: maximum padded tokens of waiting prompts that are prefilled together: 2, 4 or 8 of equal
+                padded length and policy. Between two tokens of a running request their prefill takes a layer's time.
+                Others, and on a mesh or with random numbers all, are prefilled one by one.
             queue: maximum number of waiting requests; further ones are rejected.
             documents: folder that keeps documents for the next engine of the same model and policy; None keeps them
                 only as long as this engine runs.
@@ -163,6 +162,7 @@ class Engine:
             prompt=max_prompt_tokens,
             new=max_new_tokens,
             question=max_question_tokens,
+            together=prefill_tokens,
         )
         share = _checks.validate_float("memory_share", memory_share, high=1, open_low=True)
         wanted = (
@@ -196,11 +196,10 @@ class Engine:
         self._thread = threading.Thread(
             target=self._run_engine_loop, name="jaxkv.Engine", daemon=True
         )
-        rest = self._slots, self._scheduler, lambda: self._closing
-        self._compiler = threading.Thread(target=compile_remaining_lengths, args=rest, daemon=True)
-        # Started by the first request with extras.
-        self._extras_compiler = threading.Thread(
-            target=compile_slot_extras, name="jaxkv-compile", args=(self._slots,), daemon=True
+        # Requests that are answered while the engine closes may need programs.
+        rest = self._slots, self._scheduler, lambda: not self._thread.is_alive()
+        self._compiler = threading.Thread(
+            target=compile_remaining_programs, name="jaxkv-compile", args=rest, daemon=True
         )
         _OPEN.add(self)
         if _checks.validate_bool("start", start):
@@ -330,8 +329,14 @@ class Engine:
             text=params.text,
             needs_extras=needs_extras(sampling) or grammar is not None,
         )
+        alone = document is not None or scorer.is_active
         works = [
-            answer(key=each, further=at > 0, matcher=matcher and matcher.deep_copy())
+            answer(
+                key=each,
+                further=at > 0,
+                alone=alone or at > 0,
+                matcher=matcher and matcher.deep_copy(),
+            )
             for at, each in enumerate(keys)
         ]
         works[0].request.others = tuple(work.request for work in works[1:])
@@ -407,6 +412,7 @@ class Engine:
             policy=apply_request_budget(budget, self.session.policy, None),
             deadline=compute_deadline(deadline),
             owner=owner,
+            alone=True,
         )
         self._enqueue_work([reading])
         return reading.future
@@ -465,11 +471,11 @@ class Engine:
         """
         with self._changed:
             self._closing = True
+            self._scheduler.stores_answers = False
             self._dropping = self._dropping or not drain
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            threads = self._thread, self._compiler, self._extras_compiler
-            for thread in filter(threading.Thread.is_alive, threads):
+            for thread in filter(threading.Thread.is_alive, (self._thread, self._compiler)):
                 thread.join()
             self.documents.close_document_store()
             if self._scheduler.prefixes is not None:
@@ -534,8 +540,6 @@ class Engine:
                     f"the queue is full: {len(waiting)} requests wait: try again later, or raise queue"
                 )
             waiting.extend(works)
-            if any(work.needs_extras for work in works) and self._extras_compiler.ident is None:
-                self._extras_compiler.start()
             self._changed.notify_all()
 
     def _run_engine_loop(self) -> None:

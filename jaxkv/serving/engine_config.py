@@ -5,13 +5,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.loading import load
 from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.serving.engine import Engine
 from jaxkv.sharding.mesh_argument import make_mesh_from_text, parse_mesh_sizes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EngineConfig:
     """Model name, dtype, weights, mesh as text and other arguments of an `Engine`, to be sent to another process.
 

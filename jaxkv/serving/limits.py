@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxkv import _checks
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.text.answer_parsing import PARSERS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RequestLimits:
     """Limits of one HTTP request: bytes of its body, seconds, answers; the API keys; the parsers of answers.
 

@@ -1,16 +1,19 @@
 """`PrefixCache`: compressed caches of answered conversations in host memory, found by the tokens that they hold."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv import _checks
+from jaxkv._checks import use_package_jax_settings
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache import KVCache, repack_through_host
 from jaxkv.cache.host_store import make_host_sharding
@@ -24,9 +27,11 @@ PREFIX_POLICIES = ("auto", "all", "none")
 USUAL_SHARE = 0.25
 # XLA's pool of pinned host memory has 64 GiB.
 MOST_USUAL_BYTES = 32 << 30
+# Maximum number of caches that are copied to host memory at a time: each waits in device memory.
+_MOST_AT_ONCE = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefixCacheConfig:
     """Config of an engine's reuse of prefixes: for which policies, and their maximum bytes in host memory.
 
@@ -62,7 +67,7 @@ class PrefixCacheConfig:
 AUTO_PREFIXES = PrefixCacheConfig()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class PrefixOwner:
     """Requests that may reuse a prefix: those of one client, "" for no name, under an equal policy."""
 
@@ -121,13 +126,43 @@ class PrefixCache:
         # In order of use, the most recent last.
         self._stored: collections.OrderedDict[int, StoredPrefix] = collections.OrderedDict()
         self._numbers, self._lock = 0, threading.Lock()
+        # Prompts and owners of the conversations that are being stored.
+        self._storing = dict[threading.Thread, tuple[list[int], PrefixOwner]]()
+
+    @property
+    def accepts_more(self) -> bool:
+        """True if a cache can be stored in the background now."""
+        return len(self._storing) < _MOST_AT_ONCE
+
+    def store_in_background(
+        self, cache: KVCache, prompt: list[int], answer: list[int], owner: PrefixOwner
+    ) -> None:
+        """Store a cache of a prompt and its answer, as `store_prefix` does, in a thread; errors leave it unstored."""
+
+        def store() -> None:
+            try:
+                with contextlib.suppress(Exception), use_package_jax_settings():
+                    self.store_prefix(cache, prompt + answer, owner)
+            finally:
+                del self._storing[thread]
+
+        thread = threading.Thread(target=store, daemon=True)
+        self._storing[thread] = prompt, owner
+        thread.start()
+
+    def is_storing_for(self, ids: list[int], owner: PrefixOwner) -> bool:
+        """Return True if a conversation is being stored whose first prompt a prompt begins with."""
+        storing = list(self._storing.values())
+        return any(each == owner and ids[: len(prompt)] == prompt for prompt, each in storing)
 
     def store_prefix(self, cache: KVCache, ids: Sequence[int], owner: PrefixOwner) -> None:
-        """Store a copy of a cache of one sequence, which holds the tokens `ids`, without headroom.
+        """Store a copy of a cache of one sequence, without headroom; it holds the first tokens, or all, of `ids`.
 
         It replaces stored caches that it can stand for. Others are dropped if the bytes exceed the maximum; a cache
         that is larger alone is not stored.
         """
+        # The last token of an answer did not run.
+        ids = ids[: int(copy_to_host(cache.seen)[0])]
         on_host = make_host_sharding(next(iter(cache.seen.sharding.addressable_devices)))
         tight = repack_through_host(
             dataclasses.replace(cache, logits=None),
@@ -147,32 +182,35 @@ class PrefixCache:
             self._stored[self._numbers] = made
             self.nbytes += tight.nbytes
 
-    def find_prefix(self, ids: Sequence[int], owner: PrefixOwner) -> MatchedPrefix | None:
-        """Return the stored cache of the most first tokens of a prompt; None if none saves half of a prefill's length.
+    def find_prefixes(self, ids: Sequence[int], owner: PrefixOwner) -> Iterator[MatchedPrefix]:
+        """Generator: yield stored caches of a prompt's first tokens, the most tokens and the most recent first.
 
-        A token on top of a cache takes more than twice as long as one of a prefill.
+        Only those that save half of a prefill's length: a token on top of a cache takes more than twice as long as one
+        of a prefill.
         """
         asked = np.asarray(ids, np.int32)
         with self._lock:
-            counts = {
-                number: each.count_reusable_tokens(asked)
-                for number, each in self._stored.items()
-                if each.owner == owner
-            }
-            # The most recent of equals.
-            best = max(reversed(counts), key=counts.__getitem__, default=None)
-            if best is None or not _saves_length(len(asked), counts[best]):
-                return None
-            self._stored.move_to_end(best)
-            found, tokens = self._stored[best].cache, counts[best]
-        if tokens < int(copy_to_host(found.seen)[0]):
-            found = found.replace_arrays(
-                length=_fill_like(found.length, tokens), seen=_fill_like(found.seen, tokens)
-            )
-        return MatchedPrefix(cache=found, tokens=tokens)
+            stored = [
+                (number, each) for number, each in self._stored.items() if each.owner == owner
+            ]
+        counted = [(each.count_reusable_tokens(asked), number, each) for number, each in stored]
+        for tokens, number, each in sorted(counted, key=lambda each: each[:2], reverse=True):
+            if not _saves_length(len(asked), tokens):
+                return
+            with self._lock:
+                if number in self._stored:
+                    self._stored.move_to_end(number)
+            found = each.cache
+            if tokens < int(copy_to_host(found.seen)[0]):
+                found = found.replace_arrays(
+                    length=_fill_like(found.length, tokens), seen=_fill_like(found.seen, tokens)
+                )
+            yield MatchedPrefix(cache=found, tokens=tokens)
 
     def drop_all_prefixes(self) -> None:
-        """Remove all stored caches."""
+        """Remove all stored caches, once nothing is being stored."""
+        for thread in list(self._storing):
+            thread.join()
         with self._lock:
             self._stored.clear()
             self.nbytes = 0

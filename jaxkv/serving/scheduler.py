@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -12,13 +13,13 @@ import numpy as np
 from jaxkv.cache import KVCache
 from jaxkv.engine.lengths import LOOK, round_up_to_question
 from jaxkv.engine.progress import Walk
+from jaxkv.engine.slot_shape import BATCHES, SlotPrograms
 from jaxkv.engine.slots import Slots
 from jaxkv.serving.constraints import compute_token_masks
 from jaxkv.serving.document_store import DocumentCacheStore
 from jaxkv.serving.prefix_cache import MatchedPrefix, PrefixCache, PrefixOwner
 from jaxkv.serving.requests import mark_future_running
 from jaxkv.serving.work import PrefillWork, RequestWork
-from jaxkv.sharding.mesh import copy_to_host
 
 # Errors that reject one prompt or document; any other error is the engine's own.
 _REFUSALS = (ValueError, TypeError, MemoryError, OSError)
@@ -40,6 +41,7 @@ class Scheduler:
         answered: number of answered requests.
         tokens: number of sampled tokens.
         reused_tokens: number of prompt tokens that stored caches held.
+        stores_answers: False to store no more answered conversations in `prefixes`.
         longest_pause: longest time in seconds between two tokens of one request, or two blocks of up to 8 tokens.
     """
 
@@ -56,10 +58,10 @@ class Scheduler:
         self.prefixes = prefixes
         self.waiting: collections.deque[PrefillWork] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
-        self.reused_tokens = 0
-        # Padded lengths for which a stored prefix was not used, because their programs were not compiled.
-        self._missed: tuple[tuple[bool, int], ...] = ()
-        # The answers to one prompt, or a document, with its prefill.
+        self.reused_tokens, self.stores_answers = 0, True
+        # Programs for which nobody waits, though a stored prefix or a batch of prompts was not used without them.
+        self._missed = set[SlotPrograms]()
+        # The answers to the prompts of one batch, or a document, with its prefill.
         self._reading: tuple[list[PrefillWork], Walk[KVCache]] | None = None
         self._ready: collections.deque[RequestWork] = collections.deque()
         self._running: dict[int, RequestWork] = {}
@@ -73,7 +75,7 @@ class Scheduler:
 
     @property
     def active_prefills(self) -> int:
-        """Number of prefills in progress: 1 during the prefill of a prompt or a document, else 0."""
+        """Number of prefills in progress: 1 during the prefill of prompts or a document, else 0."""
         return int(self._reading is not None)
 
     @property
@@ -87,15 +89,18 @@ class Scheduler:
         return not (self.waiting or self._reading or self._ready or self._running)
 
     @property
-    def first_uncompiled_length(self) -> tuple[bool, int] | None:
-        """(is a question, padded length) of the first waiting request or missed prefix to compile for; None without."""
-        lengths = [each.length_bucket for each in list(self.waiting)]
-        wanted = (each for each in (*lengths, *self._missed) if each in self.slots.uncompiled)
+    def first_wanted_programs(self) -> SlotPrograms | None:
+        """Programs to compile for the first waiting request, else for a missed prefix or batch; None without."""
+        waiting = (each for work in list(self.waiting) for each in work.needed_programs)
+        left = self.slots.uncompiled
+        # An attempt that had an error is repeated only once its requests have got the error.
+        wanted = (each for each in (*waiting, *self._missed) if left.get(each, each) is None)
         return next(wanted, None)
 
     def run_scheduler_step(self) -> bool:
         """End expired requests, fill slots, then compute a prefill layer, tokens or both; return False if neither."""
         self._end_cancelled_or_expired()
+        self._fail_uncompilable_requests()
         self._fill_free_slots()
         self._start_next_prefill()
         if self._reading is not None:
@@ -151,6 +156,16 @@ class Scheduler:
         for slot in free:
             del self._running[slot]
 
+    def _fail_uncompilable_requests(self) -> None:
+        """End waiting requests whose programs failed to compile with the error; the next such request tries again."""
+        for programs, error in list(self.slots.uncompiled.items()):
+            needing = [work for work in list(self.waiting) if programs in work.needed_programs]
+            if error and needing:
+                for work in needing:
+                    self.waiting.remove(work)
+                    work.fail_with_error(error)
+                self.slots.uncompiled[programs] = None
+
     def _fill_free_slots(self) -> None:
         """Copy prefilled sequences into free slots, in order of arrival, until either runs out."""
         for slot in range(self.slots.count):
@@ -166,36 +181,62 @@ class Scheduler:
     def _start_next_prefill(self) -> None:
         """Start the first waiting prefill of compiled length, unless one is in progress or enough prefilled ones wait.
 
-        Requests whose programs are not compiled yet are skipped. Further answers to the same prompt share the cache,
-        which is copied into the slot of each.
+        Requests whose programs are not compiled yet are skipped, as are those that continue a conversation that is just
+        being stored. Further answers to the same prompt share the cache, which is copied into the slot of each.
         """
-        free = self.slots.count - len(self._running) + self.ahead
-        if self._reading is not None or len(self._ready) >= free:
+        free = self.slots.count - len(self._running) + self.ahead - len(self._ready)
+        if self._reading is not None or free <= 0:
             return
         ready = [
             each
             for each in list(self.waiting)
-            if each.length_bucket not in self.slots.uncompiled
-            and (self.slots.extras_compiled or not each.needs_extras)
+            if each.needed_programs.isdisjoint(self.slots.uncompiled)
+            and not (self.prefixes and self.prefixes.is_storing_for(*self._get_prefix_key(each)))
         ]
         if not ready:
             return
         # A policy with random numbers compresses the prompt with the key of each answer.
-        if self.slots.session.policy.build_policy_parts().uses_random_key:
-            works = ready[:1]
-        else:
-            works = [each for each in ready if each.encoded is ready[0].encoded]
-        # They leave the queue only now, so that an error finds them in it.
+        draws = self.slots.session.policy.build_policy_parts().uses_random_key
         try:
-            prefix = self._match_prefix(works[0])
+            prefix = self._match_prefix(ready[0])
         except _MEMORY_ERRORS:
             prefix = None
+        prompts = ready[:1] if draws or prefix else self._choose_prompts(ready, free)
+        rows = {id(each.encoded): row for row, each in enumerate(prompts)}
+        works = prompts if draws else [each for each in ready if id(each.encoded) in rows]
+        # They leave the queue only now, so that an error finds them in it.
         for work in works:
             self.waiting.remove(work)
-            work.begun = time.monotonic()
+            work.begun, work.row = time.monotonic(), rows[id(work.encoded)]
+            work.alone = len(prompts) == 1
             if isinstance(work, RequestWork):
                 work.prefix = prefix
-        self._reading = works, works[0].prefill_layers(self.slots, self.documents)
+        encoded = dataclasses.replace(
+            works[0].encoded, ids=[each.encoded.ids[0] for each in prompts]
+        )
+        self._reading = works, works[0].prefill_layers(self.slots, self.documents, encoded)
+
+    def _choose_prompts(self, ready: list[PrefillWork], free: int) -> list[PrefillWork]:
+        """Return which prompts to read together, in order, with the first: the largest compiled batch of its bucket.
+
+        Its prompts have one policy, and none begins with a stored prefix. A batch that is not compiled yet is not
+        waited for.
+        """
+        first, programs = ready[0], self.slots.programs
+        others = (
+            each
+            for each in ready[1:]
+            if not (first.alone or each.alone)
+            and (each.programs, each.policy) == (first.programs, first.policy)
+            and not (
+                self.prefixes and any(self.prefixes.find_prefixes(*self._get_prefix_key(each)))
+            )
+        )
+        found = [first, *itertools.islice(others, min(free, max(BATCHES)) - 1)]
+        fitting = [dataclasses.replace(first.programs, batch=each) for each in BATCHES]
+        fitting = [each for each in fitting if each.batch <= len(found) and each in programs]
+        self._missed.add(fitting[-1])
+        return found[: max(each.batch for each in fitting if each not in self.slots.uncompiled)]
 
     def _match_prefix(self, work: PrefillWork) -> MatchedPrefix | None:
         """Return the stored cache that a prompt begins with, in a slot's shape; None if it must be read whole.
@@ -207,39 +248,41 @@ class Scheduler:
             return None
         if work.scorer.is_active:
             return None
-        ids = work.encoded.ids[0]
-        found = self.prefixes.find_prefix(ids, self._get_prefix_owner(work))
-        if found is None:
-            return None
-        left, chunk = len(ids) - found.tokens, self.slots.question_chunk
-        sizes = {min(left, chunk), left % chunk or chunk}
-        lengths = {(True, round_up_to_question(size)) for size in sizes}
-        if not lengths.isdisjoint(self.slots.uncompiled):
-            self._missed = tuple(lengths)
-            return None
-        placed = self.slots.place_stored_cache(found.cache, left, work.new)
-        if placed is None:
-            return None
-        self.reused_tokens += found.tokens
-        return dataclasses.replace(found, cache=placed)
+        ids, owner = self._get_prefix_key(work)
+        for found in self.prefixes.find_prefixes(ids, owner):
+            left, chunk = len(ids) - found.tokens, self.slots.question_chunk
+            sizes = {min(left, chunk), left % chunk or chunk}
+            needed = {
+                SlotPrograms(kind="question", length=round_up_to_question(size)) for size in sizes
+            }
+            if not needed.isdisjoint(self.slots.uncompiled):
+                self._missed |= needed
+                continue
+            placed = self.slots.place_stored_cache(found.cache, left, work.new)
+            if placed is not None:
+                self.reused_tokens += found.tokens
+                return dataclasses.replace(found, cache=placed)
+        return None
 
     def _store_conversation(self, slot: int, work: RequestWork) -> None:
         """Store the cache of an answered request, which its slot still holds, for prompts that continue the text."""
-        if self.prefixes is None or work.document is not None or work.offline or work.further:
+        if not (self.prefixes and self.prefixes.accepts_more and self.stores_answers):
             return
-        cache = self.slots.copy_cache(slot)
-        ids = work.encoded.ids[0] + work.sampled
-        # The last sampled token did not run.
-        held = ids[: int(copy_to_host(cache.seen)[0])]
-        self.prefixes.store_prefix(cache, held, self._get_prefix_owner(work))
+        if work.document is None and not (work.offline or work.further):
+            prompt, owner = self._get_prefix_key(work)
+            cache = self.slots.copy_cache(slot)
+            self.prefixes.store_in_background(cache, prompt, work.sampled, owner)
 
-    def _get_prefix_owner(self, work: RequestWork) -> PrefixOwner:
-        """Return whose stored prefixes a request shares: its client's, under its policy."""
+    def _get_prefix_key(self, work: PrefillWork) -> tuple[list[int], PrefixOwner]:
+        """Return a prompt's ids, and whose stored prefixes it shares: its client's, under its policy."""
         policy = self.slots.session.policy if work.policy is None else work.policy
-        return PrefixOwner(policy=policy, client=work.owner)
+        return work.encoded.ids[0], PrefixOwner(policy=policy, client=work.owner)
 
     def _advance_prefill(self) -> None:
-        """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests."""
+        """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests.
+
+        After an error of several prompts, each of them is read alone.
+        """
         assert self._reading is not None
         (works, walk), begun = self._reading, time.monotonic()
         try:
@@ -247,11 +290,20 @@ class Scheduler:
         except StopIteration as end:
             for work in works:
                 self._finish_prefill(work, end.value)
+                # A sequence of a batch is copied once more until it has a slot.
+                self._fill_free_slots()
             self._reading = None
-        except _REFUSALS as error:
+        except (*_REFUSALS, *_MEMORY_ERRORS) as error:
+            alone = works[0].alone
+            if alone and not isinstance(error, _REFUSALS):
+                raise
             self._reading = None
-            for work in works:
-                work.fail_with_error(error)
+            for work in reversed(works):
+                if alone:
+                    work.fail_with_error(error)
+                else:
+                    work.alone = True
+                    self.waiting.appendleft(work)
         for work in works:
             work.prefill_seconds += time.monotonic() - begun
 
@@ -277,11 +329,12 @@ class Scheduler:
                 key=work.key,
                 prompt=work.encoded.ids[0],
                 extras=work.needs_extras,
+                row=work.row,
             )
         except _REFUSALS as error:
             work.fail_with_error(error)
             return
-        work.kept = float(np.mean(cache.kept))
+        work.kept = float(np.mean(cache.kept[:, work.row]))
         full = len(self._running) + len(self._ready) >= self.slots.count
         if full and not work.needs_extras:
             # The slot samples the same token again.

@@ -27,9 +27,9 @@ def get_max_prefills_ahead(slots: int) -> int:
 
 
 def resolve_token_limits(
-    config: ModelConfig, *, prompt: Any, new: Any, question: Any
+    config: ModelConfig, *, prompt: Any, new: Any, question: Any, together: Any
 ) -> dict[str, int]:
-    """Return maximum tokens of prompt, answer and question as a dict for `Slots`; ValueError if invalid.
+    """Return maximum tokens of prompt, answer, question, prompts together as a dict for `Slots`; ValueError if invalid.
 
     The default of a prompt is the model's positions less the other limits, at most 4096.
     """
@@ -43,7 +43,13 @@ def resolve_token_limits(
         require(left > 0, "max_new_tokens", new, remedy)
         prompt = min(_USUAL_PROMPT, left)
     prompt = _checks.validate_int("max_prompt_tokens", prompt, "allow prompts of at least 1 token")
-    return {"max_prompt": prompt, "max_new_tokens": new, "max_question": question}
+    together = _checks.validate_int("prefill_tokens", together, "use at least 1 token")
+    return {
+        "max_prompt": prompt,
+        "max_new_tokens": new,
+        "max_question": question,
+        "prefill_tokens": together,
+    }
 
 
 def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> float:
@@ -57,7 +63,13 @@ def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> flo
 
 @settled
 def count_fitting_slots(
-    session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
+    session: Session,
+    *,
+    max_prompt: int,
+    max_new_tokens: int,
+    max_question: int,
+    prefill_tokens: int = 1,
+    share: float = 1.0,
 ) -> int:
     """Return how many slots, with a prefill and prompts ahead, fit in 0.9 * `share` of free memory.
 
@@ -85,8 +97,11 @@ def count_fitting_slots(
         * parts.compute_entry_bytes(config.head_dim, params.cache_dtype.itemsize)
         * together
     )
+    # Prompts that are prefilled together need at most the bytes of one of as many tokens, and a slot each.
+    batch = 1 if axes else max(each.batch for each in shape.list_programs(prefill_tokens, _MOST))
+    longest = max(max_prompt, min(prefill_tokens, batch * max_prompt))
     # A prompt prefilled ahead waits in the shape of a slot, in each group.
-    beside = session.plan_without_memory_check(np.asarray([max_prompt]), 0).peak_bytes
+    beside = session.plan_without_memory_check(np.asarray([longest]), 0).peak_bytes
     memory.require_free_bytes(
         beside + each * (1 + get_max_prefills_ahead(groups)),
         "one slot, its queue and a prefill",
@@ -94,9 +109,12 @@ def count_fitting_slots(
     )
     fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
     made = _MOST_ON_CPUS if device.platform == "cpu" else _MOST
-    counts = range(1, made // groups + 1)
     most = max(
-        (count for count in counts if count + get_max_prefills_ahead(count * groups) <= fit),
+        (
+            count
+            for count in range(1, made // groups + 1)
+            if count + get_max_prefills_ahead(count * groups) + min(count, batch) - 1 <= fit
+        ),
         default=1,
     )
     return most * groups

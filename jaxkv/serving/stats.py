@@ -1,9 +1,9 @@
 """Measurements of a request, and the state of an engine."""
 
-import dataclasses
+from jaxkv._dataclasses import frozen_dataclass
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class RequestStats:
     """Measurements of one answered request: token counts, kept entries, seconds.
 
@@ -29,7 +29,7 @@ class RequestStats:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EngineStats:
     """Snapshot of an engine: requests, slots, bytes now; answers, rejections, tokens so far; longest pause.
 

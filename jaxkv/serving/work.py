@@ -16,6 +16,7 @@ from jaxkv.engine.progress import Walk
 from jaxkv.engine.prompt_scores import UNSCORED, PromptScorer
 from jaxkv.engine.sampling import Sampler, get_settings
 from jaxkv.engine.sequences import PausedSequence
+from jaxkv.engine.slot_shape import EXTRAS, SlotPrograms
 from jaxkv.engine.slots import Slots
 from jaxkv.policies.policy import Policy
 from jaxkv.serving.document_store import Document, DocumentCacheStore
@@ -40,6 +41,9 @@ class PrefillWork:
             none.
         needs_extras: True if it runs the decode loop with penalties, biases, log-probabilities or a grammar.
         scorer: scores the prompt's tokens, if a request asks for that.
+        alone: True if its prompt is read by itself: a document, a question, a scored prompt, or one whose batch had an
+            error.
+        row: index of its prompt in the batch of prompts that was read.
         future: future of the result, here the compressed `Document`.
         submitted: time of submission.
         begun: start time of its prefill.
@@ -54,17 +58,25 @@ class PrefillWork:
     owner: str = ""
     needs_extras: bool = False
     scorer: PromptScorer = UNSCORED
+    alone: bool = False
+    row: int = 0
     future: Future[Any] = dataclasses.field(default_factory=Future)
     submitted: float = dataclasses.field(default_factory=time.monotonic)
     begun: float = 0.0
     prefill_seconds: float = 0.0
 
     @property
-    def length_bucket(self) -> tuple[bool, int]:
-        """(whether it is a question on a document, padded length), which select the compiled programs."""
+    def programs(self) -> SlotPrograms:
+        """Programs that read it alone."""
         length = len(self.encoded.ids[0])
-        asks = self.document is not None
-        return asks, round_up_to_question(length) if asks else round_up_to_bucket(length)
+        if self.document is None:
+            return SlotPrograms(kind="prompt", length=round_up_to_bucket(length))
+        return SlotPrograms(kind="question", length=round_up_to_question(length))
+
+    @property
+    def needed_programs(self) -> set[SlotPrograms]:
+        """All programs without which it is not answered."""
+        return {self.programs, EXTRAS} if self.needs_extras else {self.programs}
 
     @property
     def is_cancelled_or_expired(self) -> bool:
@@ -72,18 +84,20 @@ class PrefillWork:
         late = self.deadline is not None and time.monotonic() > self.deadline
         return self.future.cancelled() or late
 
-    def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
-        """Generator: prefill a prompt or add a question to a document; yield layers run; return `KVCache`."""
+    def prefill_layers(
+        self, slots: Slots, documents: DocumentCacheStore, encoded: EncodedPrompts
+    ) -> Walk[KVCache]:
+        """Generator: prefill prompts, its own first, or add a question to a document; yield layers; return a cache."""
         if self.document is None:
             return (
                 yield from slots.iterate_prefill(
-                    self.encoded, key=self.key, policy=self.policy, scorer=self.scorer
+                    encoded, key=self.key, policy=self.policy, scorer=self.scorer
                 )
             )
         yield 0.0
         # The document store returns a copy, so it can be donated.
         cache = documents.get_document_cache(self.document.id)
-        return slots.extend(cache, self.encoded, key=self.key, donate=True)
+        return slots.extend(cache, encoded, key=self.key, donate=True)
 
     def fail_with_error(self, error: BaseException) -> None:
         """End the request or document with an error, unless it has ended."""
@@ -134,11 +148,13 @@ class RequestWork(PrefillWork):
     first: float = 0.0
     last: float = 0.0
 
-    def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
+    def prefill_layers(
+        self, slots: Slots, documents: DocumentCacheStore, encoded: EncodedPrompts
+    ) -> Walk[KVCache]:
         """Generator: add the rest of a prompt to its `prefix`, or prefill all; yield layers run; return `KVCache`."""
         if self.prefix is None:
-            return (yield from super().prefill_layers(slots, documents))
-        rest = dataclasses.replace(self.encoded, ids=[self.encoded.ids[0][self.prefix.tokens :]])
+            return (yield from super().prefill_layers(slots, documents, encoded))
+        rest = dataclasses.replace(encoded, ids=[encoded.ids[0][self.prefix.tokens :]])
         return (
             yield from slots.iterate_extend(self.prefix.cache, rest, key=self.key, new=self.new)
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.text.chat import Chat
 from jaxkv.text.tokenizer import ChatTokenizer
 
@@ -27,7 +28,7 @@ _JSON = json.JSONDecoder(strict=False)
 Delta = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class AnswerFormat:
     """Format of an answer: the markers of reasoning and tool calls, as in `answer_formats.toml`; by default, none.
 

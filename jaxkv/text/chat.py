@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.text.tokenizer import Message
 
@@ -24,7 +25,7 @@ _RESERVED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Chat:
     """Prompt of chat messages with tools and arguments of the chat template; without these, messages alone suffice.
 

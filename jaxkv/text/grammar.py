@@ -1,11 +1,11 @@
 """`Grammar`: the texts that an answer may be; `build_answer_grammar`: those of a chat's answer with calls of tools."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.text.answer_parsing import AnswerFormat
 from jaxkv.text.tokenizer import ChatTokenizer
 
@@ -13,7 +13,7 @@ from jaxkv.text.tokenizer import ChatTokenizer
 _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \t\r\n]{0,20}"}}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class Grammar:
     """Texts that an answer may be: JSON of a schema, matches of a regular expression, or the rules of a grammar.
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv._checks import is_int_at_least, to_python_scalar, warn_once
+from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
 from jaxkv.cache import ConversationState
 from jaxkv.models.config import ModelConfig
@@ -22,7 +23,7 @@ Prompt = str | Sequence[Any] | np.ndarray | Any
 _BLANK_LINE = "\n\n"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@frozen_dataclass
 class EncodedPrompts:
     """A batch of prompts as token ids (`ids`), with the state of each conversation after its prompt (`turns`).
 
