@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from jaxkv.serving.completing import answer_body
 from jaxkv.serving.reply_writers import TranslatingWriter
 from jaxkv.serving.schemas import (
+    GRAMMAR_FIELDS,
     MESSAGES,
     ChatBody,
     Count,
@@ -148,7 +149,7 @@ class TranslatedBody(ChatBody):
     @property
     def repeated(self) -> dict[str, Any]:
         """Fields by name that an answer may repeat, with tools in the form of responses."""
-        fields = self.model_dump(exclude={"messages"})
+        fields = self.model_dump(exclude={"messages", *GRAMMAR_FIELDS})
         tools = [{"type": "function"} | each["function"] for each in fields["tools"]]
         return fields | {"tools": tools}
 

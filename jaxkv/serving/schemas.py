@@ -140,7 +140,7 @@ def _read_response_format(form: dict[str, Any]) -> Grammar | None:
 
 
 OutputForm = Annotated[dict[str, Any], AfterValidator(_read_response_format)]
-_GRAMMARS = "response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice"
+GRAMMAR_FIELDS = "response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice"
 
 
 class CompletionBody(Body):
@@ -195,7 +195,7 @@ class CompletionBody(Body):
     @property
     def content_grammar(self) -> Grammar | None:
         """Grammar of the answer's content; None if it may be any text; ValueError for several."""
-        given = [*filter(None, map(vars(self).get, _GRAMMARS))]
+        given = [*filter(None, map(vars(self).get, GRAMMAR_FIELDS))]
         require(len(given) < 2, "response_format", f"{len(given)} constraints", "give only one")
         return given[0] if given else None
 

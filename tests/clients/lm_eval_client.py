@@ -24,7 +24,7 @@ task = {
     "doc_to_choice": "{{options}}",
     "doc_to_target": "right",
 }
-options = {"model": MODEL, "base_url": f"{URL}/completions", "tokenizer_backend": "remote"}
+options = {"model": MODEL, "base_url": f"{URL}/completions", "tokenizer": "tokenizer"}
 found = lm_eval.simple_evaluate(
     model="local-completions", model_args=options, tasks=[task], task_manager=TaskManager()
 )

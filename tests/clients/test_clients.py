@@ -4,6 +4,7 @@ They run in an environment of their own, `make test-clients`, as processes besid
 """
 
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -33,6 +34,14 @@ def spacious_model() -> LanguageModel:
     return LanguageModel(tiny.tiny(config).decoder, text=agents.tokenizer("mistral"), name="tiny")
 
 
+def save_tokenizer(folder: Path) -> None:
+    """Write the model's tokenizer as transformers reads it, for a client that counts tokens itself."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(agents.tokenizer("mistral").tokenizer_json())
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
 @pytest.fixture(scope="module")
 def address():
     """The address of a server's API."""
@@ -55,6 +64,7 @@ def address():
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_client_gets_what_it_asks_for(script, address, tmp_path):
     """Scripts end with an error where an answer is not of the form that they asked for."""
+    save_tokenizer(tmp_path / "tokenizer")
     command, path = [sys.executable], FOLDER / script
     if path.suffix == ".mjs":
         command, path = ["node"], Path(shutil.copy(path, NPM))
