@@ -126,7 +126,7 @@ class PrefixCache:
         # In order of use, the most recent last.
         self._stored: collections.OrderedDict[int, StoredPrefix] = collections.OrderedDict()
         self._numbers, self._lock = 0, threading.Lock()
-        # Prompts and owners of the conversations that are being stored.
+        # Token ids and owners of the conversations that are being stored.
         self._storing = dict[threading.Thread, tuple[list[int], PrefixOwner]]()
 
     @property
@@ -134,26 +134,26 @@ class PrefixCache:
         """True if a cache can be stored in the background now."""
         return len(self._storing) < _MOST_AT_ONCE
 
-    def store_in_background(
-        self, cache: KVCache, prompt: list[int], answer: list[int], owner: PrefixOwner
-    ) -> None:
-        """Store a cache of a prompt and its answer, as `store_prefix` does, in a thread; errors leave it unstored."""
+    def store_in_background(self, cache: KVCache, ids: list[int], owner: PrefixOwner) -> None:
+        """Store a cache, as `store_prefix` does, in a thread; errors leave it unstored."""
 
         def store() -> None:
             try:
                 with contextlib.suppress(Exception), use_package_jax_settings():
-                    self.store_prefix(cache, prompt + answer, owner)
+                    self.store_prefix(cache, ids, owner)
             finally:
                 del self._storing[thread]
 
         thread = threading.Thread(target=store, daemon=True)
-        self._storing[thread] = prompt, owner
+        self._storing[thread] = ids, owner
         thread.start()
 
     def is_storing_for(self, ids: list[int], owner: PrefixOwner) -> bool:
-        """Return True if a conversation is being stored whose first prompt a prompt begins with."""
+        """Return True if a conversation is being stored that may save enough of a prompt's prefill."""
+        # With fewer tokens in common it is not used (`_saves_length`).
+        least = max(1, len(ids) - round_up_to_bucket(len(ids)) // 2)
         storing = list(self._storing.values())
-        return any(each == owner and ids[: len(prompt)] == prompt for prompt, each in storing)
+        return any(each == owner and held[:least] == ids[:least] for held, each in storing)
 
     def store_prefix(self, cache: KVCache, ids: Sequence[int], owner: PrefixOwner) -> None:
         """Store a copy of a cache of one sequence, without headroom; it holds the first tokens, or all, of `ids`.

@@ -271,7 +271,7 @@ class Scheduler:
         if work.document is None and not (work.offline or work.further):
             prompt, owner = self._get_prefix_key(work)
             cache = self.slots.copy_cache(slot)
-            self.prefixes.store_in_background(cache, prompt, work.sampled, owner)
+            self.prefixes.store_in_background(cache, prompt + work.sampled, owner)
 
     def _get_prefix_key(self, work: PrefillWork) -> tuple[list[int], PrefixOwner]:
         """Return a prompt's ids, and whose stored prefixes it shares: its client's, under its policy."""
