@@ -145,16 +145,15 @@ def together(model, rounds):
                 if at:
                     found.setdefault(tokens, []).append(mine)
                     print(name, tokens, mine["first_token"], mine["tokens_a_second"], flush=True)
-        for tokens, mine in found.items():
-            for key, first in (("first_token", True), ("tokens_a_second", False)):
-                pick = lambda each, key=key, first=first: each[key][0] if first else each[key]  # noqa: E731
-                ratios = [pick(a) / pick(b) for a, b in zip(found[1], mine, strict=True)]
-                told = ", ".join(f"{pick(each):.2f}" for each in mine)
-                print(
-                    f"{name}, prefill_tokens={tokens}: {key} {told}; one by one is "
-                    f"{statistics.median(ratios):.2f} of it ({min(ratios):.2f} to {max(ratios):.2f})",
-                    flush=True,
-                )
+        apart, joint = found.values()
+        for key in ("first_token", "tokens_a_second"):
+            pairs = [
+                np.ravel([a[key], b[key]])[:: 2 if key == "first_token" else 1]
+                for a, b in zip(apart, joint, strict=True)
+            ]
+            ratios = [one / other for one, other in pairs]
+            told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"{name}, {key}: one by one / together {told}", flush=True)
         for engine in engines.values():
             engine.close()
 

@@ -93,7 +93,7 @@ class EngineOptions(ComputeOptions):
     max_prompt_tokens: Count | None = None
     max_new_tokens: Count = 512
     max_question_tokens: Natural = 256
-    prefill_tokens: Count = 2048
+    prefill_tokens: Count = 4096
     documents: Name | None = None
     policy: PolicyArguments
 

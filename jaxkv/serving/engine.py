@@ -99,7 +99,7 @@ class Engine:
         max_prompt_tokens: int | np.integer | None = None,
         max_new_tokens: int | np.integer = 512,
         max_question_tokens: int | np.integer = 0,
-        prefill_tokens: int | np.integer = 2048,
+        prefill_tokens: int | np.integer = 4096,
         queue: int | np.integer = 256,
         documents: str | os.PathLike[str] | None = None,
         document_bytes: int | np.integer | None = None,

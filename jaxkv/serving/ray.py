@@ -35,7 +35,7 @@ class EngineSettings(BaseModel):
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 512
     max_question_tokens: int = 256
-    prefill_tokens: int = 2048
+    prefill_tokens: int = 4096
     queue: int = 256
     documents: str | None = None
     document_bytes: int | None = None
