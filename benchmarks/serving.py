@@ -1,7 +1,7 @@
 """Many requests at once on this machine's CPU: `jaxkv serve`, `jaxkv.Engine`, `generate` one by one, and a peer.
 
     .venv/bin/python -m benchmarks.serving [--rounds 3] [--peer .venv-peer/bin/python]
-    .venv/bin/python -m benchmarks.serving --together [--rounds 3]
+    .venv/bin/python -m benchmarks.serving --together [--rounds 3] [--peer .venv-peer/bin/python]
 
 A round answers the same 32 requests (300 to 1,500 tokens, 32 to 200 new, SmolLM2 in float32, greedy, all there from
 the beginning) by every contestant in turn; programs are compiled before. The peer is transformers' continuous batching
@@ -10,7 +10,7 @@ as there are requests, which read streams over HTTP. The last part has one reque
 a prompt of 4,096 tokens arrives, with tokens sampled between its layers and without.
 
 `--together` runs only this, and prints it: 16 requests of 600 tokens and 64 new, 8 slots, with prompts prefilled
-together and one by one, in turns.
+together, one by one, and by the peer, in turns.
 """
 
 import argparse
@@ -124,8 +124,8 @@ def pauses(model, interleaved):
     return {"longest_pause": float(np.diff(times).max()), "prefill": asked.stats.prefill_seconds}
 
 
-def together(model, rounds):
-    """Prints, of each policy, the seconds to the first token at the median, and how many times longer one by one is."""
+def together(model, rounds, peer):
+    """Prints, of each policy, how many times better prompts read together are than one by one, and than the peer."""
     import jaxkv
 
     (prompt, *_), _ = workload()
@@ -134,28 +134,32 @@ def together(model, rounds):
     limits = {"slots": SLOTS, "max_prompt_tokens": READ, "max_new_tokens": 64}
     for name in TOGETHER:
         policy, found = getattr(jaxkv, name)(**POLICIES[name]), {}
-        engines = {
-            tokens: jaxkv.Engine(model, policy=policy, prefill_tokens=tokens, **limits)
-            for tokens in (1, 4096)
+        contestants = {
+            way: jaxkv.Engine(model, policy=policy, prefill_tokens=tokens, **limits)
+            for way, tokens in (("together", 4096), ("one by one", 1))
         }
+        if peer is not None:
+            contestants[PEER] = peer
         for at in range(rounds + 1):
-            for tokens, engine in engines.items():
-                mine = by_engine(engine, prompts, new)
+            for way, contestant in contestants.items():
+                mine = (by_peer if contestant is peer else by_engine)(contestant, prompts, new)
                 # The first round touches the pages of the slots.
                 if at:
-                    found.setdefault(tokens, []).append(mine)
-                    print(name, tokens, mine["first_token"], mine["tokens_a_second"], flush=True)
-        apart, joint = found.values()
-        for key in ("first_token", "tokens_a_second"):
-            pairs = [
-                np.ravel([a[key], b[key]])[:: 2 if key == "first_token" else 1]
-                for a, b in zip(apart, joint, strict=True)
-            ]
-            ratios = [one / other for one, other in pairs]
-            told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"{name}, {key}: one by one / together {told}", flush=True)
-        for engine in engines.values():
-            engine.close()
+                    found.setdefault(way, []).append(mine)
+                    told = mine["first_token"][0], mine["tokens_a_second"]
+                    print(f"{name}, {way}: {told[0]:.1f} s, {told[1]:.1f} tokens/s", flush=True)
+        ours, *others = found
+        for other in others:
+            pairs = list(zip(found[ours], found[other], strict=True))
+            shares = {
+                "first token": [b["first_token"][0] / a["first_token"][0] for a, b in pairs],
+                "throughput": [a["tokens_a_second"] / b["tokens_a_second"] for a, b in pairs],
+            }
+            for key, ratios in shares.items():
+                told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                print(f"{name}, {key}, {ours} against {other}: {told}", flush=True)
+        for way in (ours, "one by one"):
+            contestants[way].close()
 
 
 def measured(model, peer, served, rounds):
@@ -252,11 +256,13 @@ def main():
     options = parser.parse_args()
     enable_compilation_cache()
     model, peer = jaxkv.load(MODEL, "float32", progress=False), None
-    if options.together:
-        return together(model, options.rounds)
+    longest = READ + 64 if options.together else sum(LIMITS.values())
     if options.peer is not None:
-        sizes = [str(each) for each in (fetch_checkpoint(MODEL), SLOTS, sum(LIMITS.values()))]
+        sizes = [str(each) for each in (fetch_checkpoint(MODEL), SLOTS, longest)]
         peer = Worker([options.peer, "-m", "benchmarks.serving_peer", *sizes])
+    if options.together:
+        together(model, options.rounds, peer)
+        return
     policies = {"model": SERVED["FullKV"]} | {
         models_of(SERVED)[name]: SERVED[name] for name in list(SERVED)[1:]
     }
