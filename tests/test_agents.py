@@ -463,6 +463,10 @@ def test_only_the_first_call_unless_parallel(engine, client):
         assert text.count('"name"') == 1 and '\\"terms\\": [7, 2]' in text
     tools = [{"name": "add", "input_schema": {"type": "object"}}]
     asked = {"messages": [ASK], "max_tokens": 200, "tools": tools, "ignore_eos": True}
+    forced = {"type": "tool", "name": "add", "disable_parallel_tool_use": True}
+    agents.ScriptedAnswers.scripts.append(script)
+    answer = client.post("/v1/messages", json=asked | {"tool_choice": forced, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
     for off, count in ((True, 1), (False, 2)):
         agents.ScriptedAnswers.scripts.append(script)
         choice = {"type": "auto", "disable_parallel_tool_use": off}
@@ -497,6 +501,8 @@ def test_fields_of_other_forms_reach_the_template(engine, client, monkeypatch):
         ),
         ("responses", {"input": [ASK], "reasoning": {"effort": "low", "summary": "auto"}}, "low"),
         ("responses", {"input": "Hi", "include": ["reasoning.encrypted_content"]}, None),
+        ("responses", {"input": "Hi", "reasoning": {"summary": "auto"}}, None),
+        ("responses", {"input": "Hi", "text": {"verbosity": "medium"}}, None),
     ):
         for choice in ("auto", "none"):
             agents.ScriptedAnswers.scripts.append(agents.ENDS[engine.session.params.name])

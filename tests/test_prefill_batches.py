@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import jax
 import jax.numpy as jnp
 import pytest
 import slot_runs as runs
@@ -157,6 +158,61 @@ def test_a_batch_without_memory_is_read_one_by_one(driven):
     driven.check(works, given)
 
 
+@pytest.mark.parametrize("error", [MemoryError, jax.errors.JaxRuntimeError])
+def test_a_prompt_without_memory_for_its_copy_is_read_again(driven, error):
+    """Its sequence is copied out of the batch; the others of the batch stay."""
+    begin = driven.slots.begin_sequence
+
+    def fail(cache, *, row, **options):
+        if (len(cache.seen), row) == (4, 2):
+            raise error("none left")
+        return begin(cache, row=row, **options)
+
+    driven.slots.begin_sequence = fail
+    given = asked([64, 50, 33, 41])
+    works = [work_of(each) for each in given]
+    assert driven.run(works) == [4, 1]
+    driven.check(works, given)
+
+
+def test_prompts_are_chosen_without_memory_for_conversations(tmp_path, monkeypatch):
+    def fail(*_):
+        raise MemoryError("none left")
+
+    driven, given = Driven(tmp_path, question=8), asked([64, 50])
+    monkeypatch.setattr(PrefixCache, "find_prefixes", fail)
+    works = [work_of(each) for each in given]
+    assert driven.run(works) == [1, 1]
+    driven.check(works, given)
+
+
+def test_prompts_with_several_answers_are_read_alone(monkeypatch):
+    """In a batch, each of their answers would copy the cache; others after them are read together."""
+    batches, asked_all, prefill = [], threading.Event(), Slots.iterate_prefill
+
+    def count(slots, encoded, **options):
+        assert asked_all.wait(60)
+        batches.append(len(encoded.ids))
+        return (yield from prefill(slots, encoded, **options))
+
+    monkeypatch.setattr(Slots, "iterate_prefill", count)
+    limits = {"slots": 8, "max_prompt_tokens": 64, "max_new_tokens": 4, "prefill_tokens": 256}
+    options = {"max_new_tokens": 4, "stop_at_eos": False, "sampling": jaxkv.Sampling()}
+    prompts = [each.prompt for each in asked([64, 50, 33, 41, 60])]
+    keys = [[1, 2]] * 3 + [[3]] * 2
+    with jaxkv.Engine(model(), policy=POLICY, **limits) as engine:
+        requests = [
+            engine.submit(prompt, key=key, **options)
+            for prompt, key in zip(prompts, keys, strict=True)
+        ]
+        asked_all.set()
+        for request, prompt, key in zip(requests, prompts, keys, strict=True):
+            for each, seed in zip((request, *request.others), key, strict=True):
+                alone = jaxkv.generate(model(), prompt, policy=POLICY, seed=seed, **options)
+                assert each.result(60).tokens.tolist() == alone.tokens.tolist()
+    assert batches == [1, 1, 1, 2]
+
+
 def test_who_is_read_apart(tmp_path):
     """Other budgets, documents, questions, continued conversations; answers to one prompt share a row."""
     driven = Driven(tmp_path, question=8)
@@ -214,6 +270,42 @@ def test_batches_that_are_not_compiled_are_not_waited_for(driven):
     run_generator(driven.slots.compile_further_programs(pair))
     assert driven.run([])[1:] == [2, 1]
     driven.check(works, given)
+
+
+def test_programs_may_compile_while_prompts_are_chosen(driven, monkeypatch):
+    """Whenever the scheduler looks at programs, another thread has compiled one more."""
+    pending = driven.slots.uncompiled
+    pending |= {SlotPrograms(kind="question", length=size): None for size in range(1, 20)}
+    hash_of = SlotPrograms.__hash__
+
+    def compile_one(programs):
+        if pending and programs.kind == "question":
+            pending.popitem()
+        return hash_of(programs)
+
+    monkeypatch.setattr(SlotPrograms, "__hash__", compile_one)
+    given = asked([64, 50])
+    works = [work_of(each) for each in given]
+    assert driven.run(works) == [2] and len(pending) < 19
+    driven.check(works, given)
+
+
+def test_slots_start_without_memory_for_a_batch(monkeypatch):
+    """They read smaller batches; without memory for one prompt they do not start."""
+    compiling, most = Slots.compile_further_programs, 2
+
+    def compile_or_fail(slots, programs):
+        if programs.batch > most:
+            raise MemoryError("none left")
+        return (yield from compiling(slots, programs))
+
+    monkeypatch.setattr(Slots, "compile_further_programs", compile_or_fail)
+    slots = runs.made(model(), POLICY, prefill_tokens=BATCH * BUCKET)
+    left = [programs.batch for programs, error in slots.uncompiled.items() if error]
+    assert left and set(left) == {BATCH}
+    most = 0
+    with pytest.raises(MemoryError, match="none left"):
+        runs.made(model(), POLICY)
 
 
 def test_slots_leave_memory_for_a_batch(monkeypatch):

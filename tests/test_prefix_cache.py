@@ -259,6 +259,25 @@ def test_conversations_are_stored_beside_the_engine(monkeypatch):
     assert before == len(stored) <= 3
 
 
+def test_without_a_thread_conversations_are_not_stored(monkeypatch):
+    """The engine answers on, and stores the next conversation."""
+    tried = threading.Semaphore(0)
+
+    def fail(_):
+        tried.release()
+        raise RuntimeError("can't start new thread")
+
+    with jaxkv.Engine(model(), policy=jaxkv.FullKV(), **LIMITS) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            for _ in range(2):
+                tokens, _ = answer(engine, FIRST)
+                assert tried.acquire(timeout=60)
+        following = FIRST + tokens + SECOND
+        assert answer(engine, following) == (alone(jaxkv.FullKV(), following), 0)
+        assert answer(engine, following)[1] > 0
+
+
 def test_programs_compile_for_a_prefix_that_was_missed():
     """Beside an engine that computes, nothing else compiles."""
 

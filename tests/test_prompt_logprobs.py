@@ -12,6 +12,8 @@ from lettered import DOC
 from starlette.testclient import TestClient
 
 import jaxkv
+from jaxkv.engine.progress import run_generator
+from jaxkv.engine.prompt_scores import PromptScorer
 from jaxkv.engine.sampling import Sampling
 from jaxkv.serving.http import HttpApplication
 
@@ -232,6 +234,18 @@ def test_a_scored_prompt_is_read_whole():
         with pytest.raises(ValueError, match="max_new_tokens=0"):
             engine.submit(following, max_new_tokens=0)
         assert engine.stats.running == engine.stats.waiting == 0
+
+
+def test_scores_are_complete_while_the_prompt_is_read_again():
+    """As for a further answer under a policy with random numbers; the first one may end meanwhile."""
+    session = jaxkv.Session(tiny.tiny(tiny.MODELS["gqa3"]), POLICY)
+    scorer, prompts = PromptScorer(top=2), tiny.prompts(3, [40, 150])
+    run_generator(session.iterate_prefill(prompts, scorer=scorer))
+    scored = scorer.scored
+    assert [len(each) for each in scored] == [40, 150]
+    for _ in session.iterate_prefill(prompts, scorer=scorer):
+        assert scorer.scored == scored
+    assert scorer.scored == scored and scorer.scored is not scored
 
 
 def test_scoring_compiles_only_when_asked():

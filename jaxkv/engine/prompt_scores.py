@@ -44,7 +44,7 @@ class PromptScorer:
     ) -> Walk[Float[Array, "B E"]]:
         """Generator: score right-padded prompts in chunks, with yields between; return last tokens' hidden states."""
         assert self.top is not None
-        self.scored = [[([ids[0]], [None])] for ids in tokens.tolist()]
+        scored: list[list[ScoredToken]] = [[([ids[0]], [None])] for ids in tokens.tolist()]
         parts = max(1, x.shape[1] // _CHUNK)
         after = np.split(np.roll(tokens, -1, axis=1), parts, axis=1)
         for row, length in enumerate(lengths.tolist()):
@@ -56,9 +56,11 @@ class PromptScorer:
                     copy_to_host(each)[:, 0, : 1 + self.top].tolist()
                     for each in (found.ids, found.values)
                 )
-                self.scored[row] += zip(ids, values, strict=True)
+                scored[row] += zip(ids, values, strict=True)
                 yield 0.0
-            del self.scored[row][length:]
+            del scored[row][length:]
+        # At once: answers that share the scorer may be complete before the prompt is read for the next one.
+        self.scored = scored
         return jnp.take_along_axis(x, jnp.asarray(lengths - 1)[:, None, None], axis=1)[:, 0]
 
 

@@ -54,6 +54,8 @@ from jaxkv.text.prompts import EncodedPrompts, Prompt
 
 # Number of parts of `Slots.compile_programs`.
 PARTS = 2
+# Errors without which work goes on: a batch is not read together, a conversation is not stored or reused.
+MEMORY_ERRORS = (MemoryError, jax.errors.JaxRuntimeError)
 
 
 class Slots:
@@ -539,8 +541,14 @@ class Slots:
         if self._sliding.any():
             self._evict_outside_windows(0)
         self.release_slots(range(self.count))
-        while lengths and [*self.uncompiled] != [EXTRAS]:
-            run_generator(self.compile_further_programs(next(iter(self.uncompiled))))
+        for programs in [*self.uncompiled] if lengths else ():
+            try:
+                if programs != EXTRAS:
+                    run_generator(self.compile_further_programs(programs))
+            except MEMORY_ERRORS as error:
+                if programs.batch == 1:
+                    raise
+                self.uncompiled[programs] = error
         jax.block_until_ready(self._all)
         memory.release_freed_memory()
 

@@ -328,15 +328,11 @@ class Engine:
             scorer=scorer,
             text=params.text,
             needs_extras=needs_extras(sampling) or grammar is not None,
+            # Answers to one prompt of several would each copy its cache.
+            alone=document is not None or scorer.is_active or len(keys) > 1,
         )
-        alone = document is not None or scorer.is_active
         works = [
-            answer(
-                key=each,
-                further=at > 0,
-                alone=alone or at > 0,
-                matcher=matcher and matcher.deep_copy(),
-            )
+            answer(key=each, further=at > 0, matcher=matcher and matcher.deep_copy())
             for at, each in enumerate(keys)
         ]
         works[0].request.others = tuple(work.request for work in works[1:])

@@ -108,8 +108,10 @@ def _read_tool(given: Any) -> Any:
         case {"name": name, "input_schema": schema}:
             described = {"description": given.get("description"), "parameters": schema}
             return {"type": "function", "function": {"name": name, **described}}
-        case {"type": "function" | "tool", "name": name, **rest}:
-            return {"type": "function", "function": {"name": name, **rest}}
+        case {"type": "tool", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "function", **function}:
+            return {"type": "function", "function": function}
         case {"type": choice}:
             return _read_choice(choice)
     return given

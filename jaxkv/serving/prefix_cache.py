@@ -146,7 +146,11 @@ class PrefixCache:
 
         thread = threading.Thread(target=store, daemon=True)
         self._storing[thread] = ids, owner
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            # The process may have no more threads.
+            del self._storing[thread]
 
     def is_storing_for(self, ids: list[int], owner: PrefixOwner) -> bool:
         """Return True if a conversation is being stored that may save enough of a prompt's prefill."""

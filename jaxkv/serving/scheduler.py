@@ -7,14 +7,13 @@ import itertools
 import time
 from collections.abc import Iterator
 
-import jax
 import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.engine.lengths import LOOK, round_up_to_question
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.slot_shape import BATCHES, SlotPrograms
-from jaxkv.engine.slots import Slots
+from jaxkv.engine.slots import MEMORY_ERRORS, Slots
 from jaxkv.serving.constraints import compute_token_masks
 from jaxkv.serving.document_store import DocumentCacheStore
 from jaxkv.serving.prefix_cache import MatchedPrefix, PrefixCache, PrefixOwner
@@ -23,8 +22,6 @@ from jaxkv.serving.work import PrefillWork, RequestWork
 
 # Errors that reject one prompt or document; any other error is the engine's own.
 _REFUSALS = (ValueError, TypeError, MemoryError, OSError)
-# Errors that only leave a conversation unstored, or a prompt read whole.
-_MEMORY_ERRORS = (MemoryError, jax.errors.JaxRuntimeError)
 
 
 class Scheduler:
@@ -159,12 +156,11 @@ class Scheduler:
     def _fail_uncompilable_requests(self) -> None:
         """End waiting requests whose programs failed to compile with the error; the next such request tries again."""
         for programs, error in list(self.slots.uncompiled.items()):
-            needing = [work for work in list(self.waiting) if programs in work.needed_programs]
-            if error and needing:
-                for work in needing:
+            for work in list(self.waiting):
+                if error and programs in work.needed_programs:
                     self.waiting.remove(work)
                     work.fail_with_error(error)
-                self.slots.uncompiled[programs] = None
+                    self.slots.uncompiled[programs] = None
 
     def _fill_free_slots(self) -> None:
         """Copy prefilled sequences into free slots, in order of arrival, until either runs out."""
@@ -187,21 +183,24 @@ class Scheduler:
         free = self.slots.count - len(self._running) + self.ahead - len(self._ready)
         if self._reading is not None or free <= 0:
             return
+        # A list, as another thread removes programs meanwhile.
+        uncompiled = [*self.slots.uncompiled]
         ready = [
             each
             for each in list(self.waiting)
-            if each.needed_programs.isdisjoint(self.slots.uncompiled)
+            if each.needed_programs.isdisjoint(uncompiled)
             and not (self.prefixes and self.prefixes.is_storing_for(*self._get_prefix_key(each)))
         ]
         if not ready:
             return
         # A policy with random numbers compresses the prompt with the key of each answer.
         draws = self.slots.session.policy.build_policy_parts().uses_random_key
-        try:
+        prefix: MatchedPrefix | None = None
+        prompts = ready[:1]
+        with contextlib.suppress(*MEMORY_ERRORS):
             prefix = self._match_prefix(ready[0])
-        except _MEMORY_ERRORS:
-            prefix = None
-        prompts = ready[:1] if draws or prefix else self._choose_prompts(ready, free)
+            if not (draws or prefix):
+                prompts = self._choose_prompts(ready, free)
         rows = {id(each.encoded): row for row, each in enumerate(prompts)}
         works = prompts if draws else [each for each in ready if id(each.encoded) in rows]
         # They leave the queue only now, so that an error finds them in it.
@@ -255,7 +254,7 @@ class Scheduler:
             needed = {
                 SlotPrograms(kind="question", length=round_up_to_question(size)) for size in sizes
             }
-            if not needed.isdisjoint(self.slots.uncompiled):
+            if not needed.isdisjoint([*self.slots.uncompiled]):
                 self._missed |= needed
                 continue
             placed = self.slots.place_stored_cache(found.cache, left, work.new)
@@ -279,10 +278,7 @@ class Scheduler:
         return work.encoded.ids[0], PrefixOwner(policy=policy, client=work.owner)
 
     def _advance_prefill(self) -> None:
-        """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests.
-
-        After an error of several prompts, each of them is read alone.
-        """
+        """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests."""
         assert self._reading is not None
         (works, walk), begun = self._reading, time.monotonic()
         try:
@@ -293,19 +289,22 @@ class Scheduler:
                 # A sequence of a batch is copied once more until it has a slot.
                 self._fill_free_slots()
             self._reading = None
-        except (*_REFUSALS, *_MEMORY_ERRORS) as error:
-            alone = works[0].alone
-            if alone and not isinstance(error, _REFUSALS):
-                raise
-            self._reading = None
+        except (*_REFUSALS, *MEMORY_ERRORS) as error:
             for work in reversed(works):
-                if alone:
-                    work.fail_with_error(error)
-                else:
-                    work.alone = True
-                    self.waiting.appendleft(work)
+                self._refuse_work(work, error)
+            self._reading = None
         for work in works:
             work.prefill_seconds += time.monotonic() - begun
+
+    def _refuse_work(self, work: PrefillWork, error: Exception) -> None:
+        """End a request or document with its prompt's error; one that was read with others waits, to be read alone."""
+        if not work.alone:
+            work.alone = True
+            self.waiting.appendleft(work)
+        elif isinstance(error, _REFUSALS):
+            work.fail_with_error(error)
+        else:
+            raise error
 
     def _finish_prefill(self, work: PrefillWork, cache: KVCache) -> None:
         """Queue a prefilled request for a slot (if none is free, sample its first token now), or store a document."""
@@ -331,8 +330,9 @@ class Scheduler:
                 extras=work.needs_extras,
                 row=work.row,
             )
-        except _REFUSALS as error:
-            work.fail_with_error(error)
+        except (*_REFUSALS, *MEMORY_ERRORS) as error:
+            # A sequence of a batch is copied, for which there may be no memory.
+            self._refuse_work(work, error)
             return
         work.kept = float(np.mean(cache.kept[:, work.row]))
         full = len(self._running) + len(self._ready) >= self.slots.count
@@ -373,7 +373,7 @@ class Scheduler:
         for _, work in ended:
             self._deliver_answer(work)
         for slot, work in ended:
-            with contextlib.suppress(*_MEMORY_ERRORS):
+            with contextlib.suppress(*MEMORY_ERRORS):
                 self._store_conversation(slot, work)
 
     def _constrain_next_tokens(self) -> bool:

@@ -41,8 +41,8 @@ class PrefillWork:
             none.
         needs_extras: True if it runs the decode loop with penalties, biases, log-probabilities or a grammar.
         scorer: scores the prompt's tokens, if a request asks for that.
-        alone: True if its prompt is read by itself: a document, a question, a scored prompt, or one whose batch had an
-            error.
+        alone: True if its prompt is read by itself: a document, a question, a scored prompt, one with several answers,
+            or one whose batch had an error.
         row: index of its prompt in the batch of prompts that was read.
         future: future of the result, here the compressed `Document`.
         submitted: time of submission.
