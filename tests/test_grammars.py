@@ -8,6 +8,7 @@ from pathlib import Path
 import agents
 import json_schemas
 import lettered
+import meshes
 import numpy as np
 import pytest
 import tiny
@@ -86,6 +87,20 @@ def test_every_kind_beside_others_as_alone(engine):
     free = given[1]
     whole = jaxkv.generate(engine.session.params, prompts[1], policy=engine.session.policy, **free)
     assert answers[1].tokens.tolist() == whole.tokens.tolist()
+
+
+def test_a_mesh_answers_as_one_device():
+    """Slots of two groups, with and without a grammar."""
+    limits = {"slots": 4, "max_prompt_tokens": 64, "max_new_tokens": 60, "precompile": False}
+    given, found = [{"key": 5, "sampling": Sampling(), "max_new_tokens": 9}] * 2, []
+    for at, (grammar, _) in enumerate(KINDS):
+        how = biased(temperature=1.0 if at % 2 else 0.0)
+        given.append({"grammar": grammar, "sampling": how, "key": at, "max_new_tokens": 60})
+    for mesh in (None, meshes.mesh_of(2, 1)):
+        with jaxkv.Engine(agents.model("mistral"), mesh=mesh, **limits) as engine:
+            asked = [engine.submit("Hi", **each) for each in given]
+            found.append([each.result().tokens.tolist() for each in asked])
+    assert found[0] == found[1]
 
 
 def test_an_end_token_only_where_the_text_may_end(engine):

@@ -54,7 +54,7 @@ from jaxkv.text.prompts import EncodedPrompts, Prompt
 
 # Number of parts of `Slots.compile_programs`.
 PARTS = 2
-# Errors without which work goes on: a batch is not read together, a conversation is not stored or reused.
+# Errors that only leave a conversation unstored, a prompt read whole, or prompts read one by one.
 MEMORY_ERRORS = (MemoryError, jax.errors.JaxRuntimeError)
 
 
