@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from test_families import (
 )
 from test_packaging import run
 
-from jaxkv.checkpoints.hub_config import FAMILIES
+from jaxkv.checkpoints import list_model_types
+from jaxkv.checkpoints.hub_config import _MISSING, FAMILIES
 from jaxkv.checkpoints.text_part import extract_text_config
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.catalog import catalog
@@ -177,13 +179,36 @@ def test_rotations_that_are_not_built(keys, name):
         ModelConfig.from_hf(config(rope_parameters={"rope_theta": 1e4} | keys))
 
 
-def test_deepseeks_relatives_say_what_it_says():
-    told = set()
-    for kind in ("deepseek_v3", "deepseek_v32", "kimi_k2"):
-        with pytest.raises(ValueError, match="latent") as caught:
+# Of models that people ask for, by what they have.
+ABSENT = {
+    "latent": "deepseek_v3 kimi_k2 kimi_k25 longcat_flash glm4_moe_lite mistral4",
+    "indexer": "deepseek_v32 glm_moe_dsa",
+    "sparse": "deepseek_v4 minimax_m3",
+    "chunks": "llama4 llama4_text",
+    "linear attention": "qwen3_5 qwen3_5_moe qwen3_next",
+    "state": "nemotron_h granitemoehybrid olmo_hybrid falcon_h1 lfm2 kimi_linear jamba zamba2",
+    "head dims": "gemma4 gemma4_text",
+    "share entries": "gemma3n",
+    "sigmoid": "glm4_moe minimax_m2 bailing_moe_v2 ernie4_5_moe hy_v3 dots1 exaone_moe",
+    "router": "olmoe qwen2_moe granitemoe phimoe cohere2_moe mellum",
+    "widths": "mimo_v2_flash step3p5",
+    "after": "hunyuan_v1_dense",
+    "several tokens": "mimo",
+    "bias": "phi",
+}
+
+
+@pytest.mark.parametrize("has, kinds", ABSENT.items())
+def test_model_types_that_are_not_built_say_why_and_what_is(has, kinds):
+    for kind in kinds.split():
+        with pytest.raises(ValueError, match=f"^model_type='{kind}': it has .*{has}") as caught:
             ModelConfig.from_hf({"model_type": kind})
-        told.add(str(caught.value).replace(kind, ""))
-    assert len(told) == 1
+        named = re.search("not supported: use (.*), or others of", str(caught.value))[1]
+        assert {*re.findall(r"\w+", named)} & list_model_types().keys(), named
+
+
+def test_no_model_type_is_both_built_and_missing():
+    assert not {*list_model_types()} & {*_MISSING}
 
 
 def test_packaged_models_and_converted_folders_are_loaded_without_transformers(tmp_path):
