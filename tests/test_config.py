@@ -105,7 +105,7 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
             "sliding_windows",
             (None, None),
         ),
-        ("gemma", {"hidden_act": "gelu"}, "tanh_gelu", True),
+        ("gemma", {"hidden_act": "gelu"}, "activation", "gelu_tanh"),
     ],
 )
 def test_what_is_left_out(family, keys, name, value):
@@ -169,7 +169,8 @@ def test_what_is_not_built(published, keys):
         ({"rope_type": "linear"}, "rope_scaling.factor"),
         ({"rope_type": "default", "factor": 2.0}, "rope_scaling"),
         (YARN | {"truncate": "no"}, "rope_scaling.truncate"),
-        (YARN | {"mscale": 1.0}, "rope_scaling.mscale"),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": -1.0}, "rope_scaling.mscale"),
+        (YARN | {"llama_4_scaling_beta": 0.1}, "rope_scaling"),
         (YARN | {"beta_fast": -1}, "rope_scaling.beta_fast"),
         (LLAMA3 | {"low_freq_factor": None}, "rope_scaling.low_freq_factor"),
     ],
