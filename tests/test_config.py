@@ -21,11 +21,27 @@ from test_families import (
 from test_packaging import run
 
 from jaxkv.checkpoints import list_model_types
-from jaxkv.checkpoints.hub_config import _MISSING, FAMILIES
+from jaxkv.checkpoints.hub_config import _MISSING, FAMILIES, IGNORED
 from jaxkv.checkpoints.text_part import extract_text_config
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import Llama3Rope, Ministral3Rope, Rope
 from jaxkv.planning.catalog import catalog
 
+# Of the classes in transformers: equal magnitudes, so that cosines and sines keep theirs.
+MINISTRAL = Ministral3Rope(
+    theta=1e6,
+    factor=16.0,
+    original_max_position=16384,
+    attention_factor=1.0,
+    llama_4_scaling_beta=0.1,
+)
+APERTUS = Llama3Rope(
+    theta=12e6,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position=8192,
+)
 MODELS = Path(__file__).parent / "golden" / "models"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -79,6 +95,45 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
     assert seen == FAMILIES.keys()
 
 
+# Keys that another one beside them overrides, or that act only with another rotary embedding or window.
+OVERRIDDEN = {
+    "exaone4": "sliding_window sliding_window_pattern",
+    "falcon": "num_kv_heads",
+    "olmo3": "sliding_window",
+    "phi3": "original_max_position_embeddings",
+    "qwen2": "use_sliding_window",
+    "qwen3": "use_sliding_window",
+    "qwen3_moe": "use_sliding_window",
+    "smollm3": "use_sliding_window no_rope_layer_interval",
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_field_of_a_class_is_honoured_harmless_or_rejected(kind):
+    from transformers import AutoConfig
+
+    raw = AutoConfig.for_model(kind).to_dict()
+    plain = ModelConfig.from_hf(copy.deepcopy(raw))
+    harmless = {*IGNORED, *f"{FAMILIES[kind].ignored} {OVERRIDDEN.get(kind, '')}".split()}
+    without_effect = set()
+    for key in raw.keys() - harmless:
+        value = raw[key]
+        if isinstance(value, bool):
+            other = not value
+        elif isinstance(value, str):
+            other = f"{value}x"
+        elif isinstance(value, (int, float)):
+            other = 2 * value + 2
+        else:
+            continue
+        try:
+            read = ModelConfig.from_hf(copy.deepcopy(raw) | {key: other})
+        except ValueError:
+            continue
+        without_effect |= {key} if read == plain else set()
+    assert not without_effect
+
+
 @pytest.mark.parametrize(
     "family, keys, name, value",
     [
@@ -106,6 +161,15 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
             (None, None),
         ),
         ("gemma", {"hidden_act": "gelu"}, "activation", "gelu_tanh"),
+        ("seed_oss", {}, "qkv_bias", True),
+        ("seed_oss", {}, "out_bias", False),
+        ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, "out_bias", True),
+        ("stablelm", {"use_qkv_bias": True}, "out_bias", False),
+        ("stablelm", {}, "rope", Rope(share=0.25)),
+        ("internlm3", {"qkv_bias": True, "bias": True}, "out_bias", True),
+        ("starcoder2", {}, "sliding_windows", (None, None)),
+        ("ministral3", {}, "rope", MINISTRAL),
+        ("apertus", {}, "rope", APERTUS),
     ],
 )
 def test_what_is_left_out(family, keys, name, value):
@@ -123,6 +187,7 @@ def test_keys_that_change_nothing():
         assert ModelConfig.from_hf(config(**keys)) == plain
 
 
+APERTUS_8B = {"model_type": "apertus", "hidden_act": "xielu"}
 REFUSED = [
     *((None, {"hidden_size": value}) for value in (0, "4", 2**31)),
     *((None, {"rms_norm_eps": value}) for value in (math.nan, "1e-5")),
@@ -150,6 +215,9 @@ REFUSED = [
     (PHI_4, {"layer_types": ["sliding_attention"] * 40}),
     (SMOLLM3_3B, {"sliding_window": 512, "use_sliding_window": True}),
     (SMOLLM3_3B, {"no_rope_layers": [2] * 36}),
+    (APERTUS_8B, {"hidden_act": "silu"}),
+    (APERTUS_8B, {"post_norm": True}),
+    (APERTUS_8B, {"mlp_bias": True}),
     *((None, {"model_type": kind}) for kind in (["llama"], "gpt2")),
 ]
 

@@ -8,7 +8,8 @@ Run it in an environment that has ``torch==2.13.0`` (CPU) and ``transformers==5.
 
     python tests/golden/make_models.py [NAME ...]
 
-It makes the named models, and leaves others as they are. Without names it rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archive holds, for each model NAME:
+It makes the named models, and leaves others as they are. Without names it rewrites ``tests/golden/models/`` and
+``tests/golden/models.npz``. The archive holds, for each model NAME:
 
 * ``NAME/input_ids`` int32 [2, 80]: a right-padded batch. The second row has 53 tokens, the rest are zeros.
 * ``NAME/logits0`` float32 [80, V] and ``NAME/logits1`` float32 [53, V]: logits at every position of each row. Each row
@@ -473,7 +474,12 @@ SPECS = {
     "ernie4_5": (
         ERNIE,
         heads(
-            4, 2, head_dim=16, use_bias=True, rope_parameters=rope(500000.0), tie_word_embeddings=True
+            4,
+            2,
+            head_dim=16,
+            use_bias=True,
+            rope_parameters=rope(500000.0),
+            tie_word_embeddings=True,
         ),
     ),
     # Three layers with a window and positions, one with neither; or no window, and positions in all layers.
@@ -495,12 +501,10 @@ SPECS = {
     ),
     "internlm3": (
         (InternLM3Config, LlamaForCausalLM),
-        heads(
-            4, 2, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=rope(50000.0)
-        ),
+        heads(4, 2, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=rope(50000.0)),
     ),
     "ministral3": (MINISTRAL, heads(4, 2, head_dim=16, rope_parameters=MINISTRAL_YARN)),
-    # Read without images: its text model's logits. Half of its factors are those of the published models.
+    # Read without images: its text model's logits. The scaling is that of the published models, but for its lengths.
     "mistral3_images": (
         MISTRAL_IMAGES,
         heads(
@@ -652,9 +656,7 @@ def save(model, folder, **options):
 
 def reload(folder, reader=AutoModelForCausalLM):
     """Loads a folder as transformers does, in float32 whatever the file holds."""
-    model = reader.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = reader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     # What MXFP4 blocks stand for is bfloat16, whatever dtype is asked for.
     return model.float().eval()
 
