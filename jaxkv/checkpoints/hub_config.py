@@ -83,8 +83,8 @@ def complete_config(config: Config) -> dict[str, Any]:
     reason = _MISSING.get(str(kind))
     told = f"not supported: use one of {', '.join(sorted(FAMILIES))}"
     if reason is not None:
-        told = "it has {lacks}, which is not supported: use {instead}, or others of `jaxkv models --types`"
-        told = told.format(**reason)
+        lacks, instead = reason["lacks"], f"use {reason['instead']}"
+        told = f"it has {lacks}, which is not supported: {instead}, or others of `jaxkv models --types`"
     require(known, "model_type", kind, told)
     names = FAMILIES[str(kind)].aliases
     renamed = {names[key]: config[key] for key in names if key in config}

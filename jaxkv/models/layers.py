@@ -23,6 +23,8 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu2": lambda x: jax.nn.relu(x) ** 2,
 }
+# Slope of xIELU at 0, and the largest input of its exponential.
+_XIELU_BETA, _XIELU_EPSILON = 0.5, -1e-6
 # Vectors, the inputs of linear maps, norms and MLPs.
 Vectors = Float[Array, "*rows E"]
 # Split-K for GPUs of about a hundred multiprocessors: maximum rows (one tile) of a product that is split; outputs over
@@ -273,14 +275,14 @@ class DenseMLP(nnx.Module):
     """Dense MLP: down(activation(gate(x)) * up(x)), or ungated down(activation(up(x))).
 
     If gated, gate and up are one parameter `[2, F, E]`; otherwise up is `[F, E]`. With `apart`, the operands of both
-    products are computed before the products, not fused into them. xIELU's parameter `[4, 1]` has its alphas for
-    positive and negative inputs, before their softplus, its beta and its epsilon (arXiv:2411.13010).
+    products are computed before the products, not fused into them. xIELU's parameter `[2, 1]` has its alphas for
+    positive and negative inputs, before their softplus (arXiv:2411.13010).
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
         self.gated, self.activation = config.gated, config.activation
         self.xielu = (
-            make_empty_parameter(4, 1, dtype=dtype) if config.activation == "xielu" else None
+            make_empty_parameter(2, 1, dtype=dtype) if config.activation == "xielu" else None
         )
         add_linear_weight(self, "down", config.embed, config.hidden, dtype=weights)
         self.down_bias = (
@@ -325,9 +327,9 @@ class DenseMLP(nnx.Module):
         """Return the activation of float32 `[*rows, F]`."""
         if self.xielu is None:
             return _ACTIVATIONS[self.activation](x)
-        positive, negative, beta, eps = self.xielu[...].astype(jnp.float32)
-        below = (jnp.expm1(jnp.minimum(x, eps)) - x) * (beta + jax.nn.softplus(negative))
-        return jnp.where(x > 0, jax.nn.softplus(positive) * x * x, below) + beta * x
+        positive, negative = jax.nn.softplus(self.xielu[...].astype(jnp.float32))
+        below = (jnp.expm1(jnp.minimum(x, _XIELU_EPSILON)) - x) * (_XIELU_BETA + negative)
+        return jnp.where(x > 0, positive * x * x, below) + _XIELU_BETA * x
 
 
 def get_parameter_array(parameter: nnx.Param | None) -> Array | None:

@@ -68,8 +68,7 @@ class TensorSource:
             for axis, end in zip(self.axes, ends, strict=True)
         ]
         before = 0 if self.within is None else self.within[0]
-        spans = [[(before + begin, before + end) for begin, end in each] for each in flat[:1]]
-        return spans + flat[1:]
+        return [[(before + begin, before + end) for begin, end in flat[0]], *flat[1:]]
 
 
 def _flatten_ranges(part: list[range], shape: Shape) -> list[tuple[int, int]]:
@@ -130,9 +129,8 @@ def _yield_parameter_sources(
     elif base == "attention.sink_logits":
         yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
     elif base == "mlp.xielu":
-        for index, each in enumerate(("alpha_p", "alpha_n", "beta", "eps")):
-            axes = ((1,),) if each.startswith("alpha") else ()
-            yield TensorSource(name=f"{prefix}mlp.act_fn.{each}", axes=axes, at=(index,))
+        for index, each in enumerate(("alpha_p", "alpha_n")):
+            yield TensorSource(name=f"{prefix}mlp.act_fn.{each}", axes=((1,),), at=(index,))
     elif base.endswith("_gain") and family == "stablelm":
         name = prefix + FAMILIES[family].tensors[base]
         for index, at in enumerate(itertools.product(*map(range, shape[:-1]))):
