@@ -16,7 +16,6 @@ from jaxkv.models.values import (
     ExpertsConfig,
     LayerSpec,
     LongRope,
-    Ministral3Rope,
     Rope,
     check_number_fields,
     compute_channel_order,
@@ -171,10 +170,9 @@ class ModelConfig:
 
     @property
     def has_llama_blocks(self) -> bool:
-        """True if blocks suit fused steps: serial, plain RMS norm first, dense SwiGLU; no q/k gains, other scales."""
+        """True if blocks suit fused steps: serial, plain RMS norm first, dense SwiGLU; no residual scale, q/k gains."""
         mlp = self.gated and self.activation == "silu" and self.experts is None
-        scaled = isinstance(self.get_layer_spec(0).rope, Ministral3Rope)
-        plain = mlp and self.residual_scale == 1 and not scaled
+        plain = mlp and self.residual_scale == 1
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
         return plain and norms and not (self.parallel or self.has_qk_gains)
 

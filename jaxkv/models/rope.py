@@ -113,6 +113,13 @@ class RopeTables:
             return self
         return RopeTables(cos=self.cos * self.query_scale, sin=self.sin * self.query_scale)
 
+    def scale_partial_queries(self, q: Float[Array, "n M K G D"]) -> Float[Array, "n M K G D"]:
+        """Return partial sums of one query per sequence times their factors; 0 for the M - B rows of padding."""
+        if self.query_scale is None:
+            return q
+        more = q.shape[1] - self.query_scale.shape[0]
+        return q * jnp.pad(self.query_scale[..., None], ((0, more), *((0, 0),) * 3))
+
     def slice_positions(self, first: Int[Array, ""], size: int) -> "RopeTables":
         """Return the `RopeTables` of `size` consecutive positions, from index `first` of these tables on."""
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
