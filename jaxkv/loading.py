@@ -40,8 +40,8 @@ from jaxkv.text.prompts import Prompt, encode_prompts
 from jaxkv.text.shown import KeptTokensDisplay, decode_token_texts, join_equally_kept_tokens
 from jaxkv.text.tokenizer import ChatTokenizer
 
-# Buffers that some exporters write. Rotations are computed from the config instead.
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+# Buffers that some exporters write: rotations, which are computed from the config instead, and constants of xIELU.
+_DERIVED = re.compile(r"(rotary_emb\.inv_freq|mlp\.act_fn\.(beta|eps))$")
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 _HEAD = "lm_head.weight"

@@ -15,6 +15,7 @@ from cli_runs import refused
 
 import jaxkv
 from jaxkv import Sampling, cli
+from jaxkv.checkpoints.hub_config import FAMILIES
 from jaxkv.cli import models
 from jaxkv.policies.registry import POLICIES
 
@@ -85,6 +86,14 @@ def test_models(capsys):
     assert cli.main(["models"]) == 0
     text = capsys.readouterr().out
     assert "98.4 MB" in text and "tiny-retrieval" in text.split("comes with jaxkv")[0]
+
+
+def test_model_types(capsys):
+    assert cli.main(["models", "--types", "--json"]) == 0
+    rows = {row["name"]: row["models"] for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() > FAMILIES.keys() and "gpt-oss" in rows["gpt_oss"]
+    assert cli.main(["models", "--types"]) == 0
+    assert "gemma3\n  models         Gemma 3 with images" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -19,11 +20,28 @@ from test_families import (
 )
 from test_packaging import run
 
-from jaxkv.checkpoints.hub_config import FAMILIES
+from jaxkv.checkpoints import list_model_types
+from jaxkv.checkpoints.hub_config import _MISSING, FAMILIES, IGNORED
 from jaxkv.checkpoints.text_part import extract_text_config
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import Llama3Rope, Ministral3Rope, Rope
 from jaxkv.planning.catalog import catalog
 
+# Of the classes in transformers: equal magnitudes, so that cosines and sines keep theirs.
+MINISTRAL = Ministral3Rope(
+    theta=1e6,
+    factor=16.0,
+    original_max_position=16384,
+    attention_factor=1.0,
+    llama_4_scaling_beta=0.1,
+)
+APERTUS = Llama3Rope(
+    theta=12e6,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position=8192,
+)
 MODELS = Path(__file__).parent / "golden" / "models"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -77,6 +95,45 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
     assert seen == FAMILIES.keys()
 
 
+# Keys that another one beside them overrides, or that act only with another rotary embedding or window.
+OVERRIDDEN = {
+    "exaone4": "sliding_window sliding_window_pattern",
+    "falcon": "num_kv_heads",
+    "olmo3": "sliding_window",
+    "phi3": "original_max_position_embeddings",
+    "qwen2": "use_sliding_window",
+    "qwen3": "use_sliding_window",
+    "qwen3_moe": "use_sliding_window",
+    "smollm3": "use_sliding_window no_rope_layer_interval",
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_field_of_a_class_is_honoured_harmless_or_rejected(kind):
+    from transformers import AutoConfig
+
+    raw = AutoConfig.for_model(kind).to_dict()
+    plain = ModelConfig.from_hf(copy.deepcopy(raw))
+    harmless = {*IGNORED, *f"{FAMILIES[kind].ignored} {OVERRIDDEN.get(kind, '')}".split()}
+    without_effect = set()
+    for key in raw.keys() - harmless:
+        value = raw[key]
+        if isinstance(value, bool):
+            other = not value
+        elif isinstance(value, str):
+            other = f"{value}x"
+        elif isinstance(value, (int, float)):
+            other = 2 * value + 2
+        else:
+            continue
+        try:
+            read = ModelConfig.from_hf(copy.deepcopy(raw) | {key: other})
+        except ValueError:
+            continue
+        without_effect |= {key} if read == plain else set()
+    assert not without_effect
+
+
 @pytest.mark.parametrize(
     "family, keys, name, value",
     [
@@ -103,7 +160,16 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
             "sliding_windows",
             (None, None),
         ),
-        ("gemma", {"hidden_act": "gelu"}, "tanh_gelu", True),
+        ("gemma", {"hidden_act": "gelu"}, "activation", "gelu_tanh"),
+        ("seed_oss", {}, "qkv_bias", True),
+        ("seed_oss", {}, "out_bias", False),
+        ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, "out_bias", True),
+        ("stablelm", {"use_qkv_bias": True}, "out_bias", False),
+        ("stablelm", {}, "rope", Rope(share=0.25)),
+        ("internlm3", {"qkv_bias": True, "bias": True}, "out_bias", True),
+        ("starcoder2", {}, "sliding_windows", (None, None)),
+        ("ministral3", {}, "rope", MINISTRAL),
+        ("apertus", {}, "rope", APERTUS),
     ],
 )
 def test_what_is_left_out(family, keys, name, value):
@@ -121,6 +187,7 @@ def test_keys_that_change_nothing():
         assert ModelConfig.from_hf(config(**keys)) == plain
 
 
+APERTUS_8B = {"model_type": "apertus", "hidden_act": "xielu"}
 REFUSED = [
     *((None, {"hidden_size": value}) for value in (0, "4", 2**31)),
     *((None, {"rms_norm_eps": value}) for value in (math.nan, "1e-5")),
@@ -148,6 +215,9 @@ REFUSED = [
     (PHI_4, {"layer_types": ["sliding_attention"] * 40}),
     (SMOLLM3_3B, {"sliding_window": 512, "use_sliding_window": True}),
     (SMOLLM3_3B, {"no_rope_layers": [2] * 36}),
+    (APERTUS_8B, {"hidden_act": "silu"}),
+    (APERTUS_8B, {"post_norm": True}),
+    (APERTUS_8B, {"mlp_bias": True}),
     *((None, {"model_type": kind}) for kind in (["llama"], "gpt2")),
 ]
 
@@ -167,7 +237,8 @@ def test_what_is_not_built(published, keys):
         ({"rope_type": "linear"}, "rope_scaling.factor"),
         ({"rope_type": "default", "factor": 2.0}, "rope_scaling"),
         (YARN | {"truncate": "no"}, "rope_scaling.truncate"),
-        (YARN | {"mscale": 1.0}, "rope_scaling.mscale"),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": -1.0}, "rope_scaling.mscale"),
+        (YARN | {"llama_4_scaling_beta": 0.1}, "rope_scaling"),
         (YARN | {"beta_fast": -1}, "rope_scaling.beta_fast"),
         (LLAMA3 | {"low_freq_factor": None}, "rope_scaling.low_freq_factor"),
     ],
@@ -177,13 +248,36 @@ def test_rotations_that_are_not_built(keys, name):
         ModelConfig.from_hf(config(rope_parameters={"rope_theta": 1e4} | keys))
 
 
-def test_deepseeks_relatives_say_what_it_says():
-    told = set()
-    for kind in ("deepseek_v3", "deepseek_v32", "kimi_k2"):
-        with pytest.raises(ValueError, match="latent") as caught:
+# Of models that people ask for, by what they have.
+ABSENT = {
+    "latent": "deepseek_v3 kimi_k2 kimi_k25 longcat_flash glm4_moe_lite mistral4",
+    "indexer": "deepseek_v32 glm_moe_dsa",
+    "sparse": "deepseek_v4 minimax_m3",
+    "chunks": "llama4 llama4_text",
+    "linear attention": "qwen3_5 qwen3_5_moe qwen3_next",
+    "state": "nemotron_h granitemoehybrid olmo_hybrid falcon_h1 lfm2 kimi_linear jamba zamba2",
+    "head dims": "gemma4 gemma4_text",
+    "share entries": "gemma3n",
+    "sigmoid": "glm4_moe minimax_m2 bailing_moe_v2 ernie4_5_moe hy_v3 dots1 exaone_moe",
+    "router": "olmoe qwen2_moe granitemoe phimoe cohere2_moe mellum",
+    "widths": "mimo_v2_flash step3p5",
+    "after": "hunyuan_v1_dense",
+    "several tokens": "mimo",
+    "bias": "phi",
+}
+
+
+@pytest.mark.parametrize("has, kinds", ABSENT.items())
+def test_model_types_that_are_not_built_say_why_and_what_is(has, kinds):
+    for kind in kinds.split():
+        with pytest.raises(ValueError, match=f"^model_type='{kind}': it has .*{has}") as caught:
             ModelConfig.from_hf({"model_type": kind})
-        told.add(str(caught.value).replace(kind, ""))
-    assert len(told) == 1
+        named = re.search("not supported: use (.*), or others of", str(caught.value))[1]
+        assert {*re.findall(r"\w+", named)} & list_model_types().keys(), named
+
+
+def test_no_model_type_is_both_built_and_missing():
+    assert not {*list_model_types()} & {*_MISSING}
 
 
 def test_packaged_models_and_converted_folders_are_loaded_without_transformers(tmp_path):

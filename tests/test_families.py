@@ -179,6 +179,34 @@ def test_published_counts_of_parameters(published, count):
     assert Decoder(ModelConfig.from_hf(published), dtype="bfloat16").nbytes == 2 * count
 
 
+# Of transformers' classes on torch's meta device, with their default sizes, or those of StableLM 2 12B.
+COUNTS = {
+    "apertus": 6_979_596_352,
+    "arcee": 4_022_766_080,
+    "ernie4_5": 360_748_032,
+    "exaone4": 9_429_069_824,
+    "internlm3": 8_804_241_408,
+    "ministral3": 8_489_553_920,
+    "seed_oss": 28_921_040_896,
+    "stablelm": 11_630_694_400,
+    "starcoder2": 3_030_371_328,
+}
+STABLELM_12B = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "qk_layernorm": True,
+    "use_parallel_residual": True,
+}
+
+
+@pytest.mark.parametrize("kind, count", COUNTS.items())
+def test_counts_of_parameters_are_those_of_the_class(kind, count):
+    config = {"model_type": kind, **(STABLELM_12B if kind == "stablelm" else {})}
+    assert Decoder(ModelConfig.from_hf(config), dtype="bfloat16").nbytes == 2 * count
+
+
 def test_what_is_read():
     assert ModelConfig.from_hf(FALCON_7B).shared_norm
     assert not ModelConfig.from_hf(FALCON_40B).shared_norm

@@ -10,7 +10,7 @@ from meshes import mesh_of, new_programs, positions, prompts
 
 import jaxkv
 from jaxkv.analysis import similarity
-from jaxkv.models.values import ExpertsConfig, Rope
+from jaxkv.models.values import ExpertsConfig, Ministral3Rope, Rope
 from jaxkv.testing import check_policy
 
 SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
@@ -24,12 +24,15 @@ SHAPES = {
         parallel=True,
         shared_norm=True,
         gated=False,
+        activation="gelu",
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
         tied=True,
     ),
-    "falcon-40b": dataclasses.replace(SMALL, layer_norm=True, parallel=True, gated=False),
+    "falcon-40b": dataclasses.replace(
+        SMALL, layer_norm=True, parallel=True, gated=False, activation="gelu"
+    ),
     "command-r-plus": dataclasses.replace(
         SMALL,
         layer_norm=True,
@@ -45,6 +48,20 @@ SHAPES = {
     ),
     "olmo2": dataclasses.replace(SMALL, norms="after", qk_norm_wide=True),
     "mixtral": dataclasses.replace(SMALL, experts=ExpertsConfig(count=4, chosen=2)),
+    "apertus": dataclasses.replace(SMALL, gated=False, activation="xielu", qk_norm=True),
+    # Factors on queries that differ within a prompt, and within an answer.
+    "ministral3": dataclasses.replace(
+        SMALL,
+        rope=Ministral3Rope(factor=4.0, original_max_position=8, llama_4_scaling_beta=0.5),
+    ),
+    "stablelm-12b": dataclasses.replace(
+        SMALL,
+        layer_norm=True,
+        parallel=True,
+        shared_norm=True,
+        qk_layer_norm=True,
+        rope=Rope(share=0.25),
+    ),
     "qwen3-moe": dataclasses.replace(
         SMALL, hidden=16, qk_norm=True, experts=ExpertsConfig(count=8, chosen=4, normalised=False)
     ),
@@ -69,6 +86,7 @@ POLICIES = {
     [
         ("falcon-40b", "criticalkv"),
         ("glm4", "expected"),
+        ("ministral3", "expected"),
     ],
 )
 def test_policies_keep_their_promises(name, policy):
@@ -81,6 +99,7 @@ def test_policies_keep_their_promises(name, policy):
     [
         ("falcon-7b", "snapkv"),
         ("mixtral", "pyramidkv"),
+        ("ministral3", "snapkv"),
     ],
 )
 def test_kernels_generate_what_xla_does(name, policy):
@@ -99,6 +118,9 @@ def test_kernels_generate_what_xla_does(name, policy):
         ("qwen3-moe", 2),
         ("command-r-plus", 1),
         ("olmo2", 2),
+        ("apertus", 2),
+        ("ministral3", 2),
+        ("stablelm-12b", 1),
     ],
 )
 def test_meshes(name, sums):

@@ -46,8 +46,9 @@ def test_every_folder_has_golden_logits():
 DECODED = ("falcon_7b", "llama_gqa8", "llama_mha", "llama_mqa", "qwen3_moe_fused")
 # Of these prefill does: a model beside each has its layers, and weights or frequencies that were read otherwise.
 PREFILLED = (
-    *("cohere", "gemma", "gemma3_images", "glm4_yarn"),
+    *("cohere", "exaone4_full", "gemma", "gemma3_images", "glm4_yarn", "internlm3"),
     *("gpt_oss_mxfp4", "llama_bf16", "llama_linear", "llama_llama3", "llama_yarn"),
+    *("mistral3_images", "seed_oss"),
     *("mistral", "olmo2", "olmo3_yarn", "phi3", "phi3_short", "qwen2", "qwen2_window", "qwen3"),
 )
 

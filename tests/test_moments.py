@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.engine import moments, prefill_layer, recompress, selection
 from jaxkv.models.rope import apply_rope, compute_rope_frequencies, compute_rope_tables
-from jaxkv.models.values import LongRope, YarnRope
+from jaxkv.models.values import LongRope, Ministral3Rope, YarnRope
 from jaxkv.policies import (
     AdaptiveHeads,
     FutureQuerySettings,
@@ -31,6 +31,10 @@ ROPES = {
     "plain": GQA.rope,
     # With an attention factor: rotations stretch.
     "yarn": YarnRope(theta=100.0, factor=4.0, original_max_position=32),
+    # With a factor on queries that grows every 8 positions, too.
+    "ministral3": Ministral3Rope(
+        theta=100.0, factor=4.0, original_max_position=8, llama_4_scaling_beta=0.5
+    ),
     "longrope": LongRope(
         theta=100.0,
         short_factor=(1.0,) * (GQA.head_dim // 2),
@@ -43,7 +47,14 @@ ROPES = {
 
 def _rotation(config, n, positions):
     frequencies, factors = compute_rope_frequencies(config.rope, config.head_dim)
-    return o.mean_rotation(frequencies, n, positions, factors[0])
+    if not isinstance(config.rope, Ministral3Rope):
+        return o.mean_rotation(frequencies, n, positions, factors[0])
+    grown = [1 + 0.5 * np.log(1 + position // 8) for position in range(n, n + positions)]
+    each = [
+        factor * o.mean_rotation(frequencies, position, 1, factors[0])
+        for position, factor in enumerate(grown, start=n)
+    ]
+    return np.mean(each, axis=0)
 
 
 def _expected(q, config, n, asked):
@@ -95,7 +106,7 @@ def test_moments_of_the_last_queries_are_those_of_the_text_s_end(rope):
     rng, window = np.random.default_rng(1), 20
     raw = rng.standard_normal((3, 2, 3, 64, config.head_dim)) + 5
     by = compute_rope_tables(jnp.arange(64, dtype=jnp.int32)[None], config.rope, config.head_dim)
-    rotated = np.asarray(apply_rope(jnp.asarray(raw, jnp.float32), by))
+    rotated = np.asarray(apply_rope(jnp.asarray(raw, jnp.float32), by.scale_for_queries()))
     last = np.stack(
         [rotated[row][:, :, np.arange(n - window, n) % 64] for row, n in enumerate(LENGTHS)]
     )

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 from jaxkv.checkpoints import convert, open_checkpoint
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.values import Ministral3Rope
 
 # Saved by transformers from its own Gemma3ForConditionalGeneration; its logits are among the golden models'.
 GOLDEN = Path(__file__).parent / "golden" / "models" / "gemma3_images"
@@ -90,6 +91,21 @@ def test_keys_beside_the_text_models_hold(tmp_path):
         23,
         29,
     ]
+
+
+def test_a_mistral_with_images_has_one_of_two_text_models():
+    """Mistral Small 3.1's text model is a Mistral, which need not be said; Ministral's is of its own type."""
+    sizes = {"hidden_size": 5120, "head_dim": 128, "sliding_window": None, "vocab_size": 131_072}
+    beside = {"image_token_index": 10, "spatial_merge_size": 2, "vision_feature_layer": -1}
+    read = [
+        ModelConfig.from_hf({"model_type": "mistral3", "text_config": sizes | kind, **beside})
+        for kind in ({}, {"model_type": "ministral3"})
+    ]
+    assert [each.head_dim for each in read] == [128, 128]
+    assert [isinstance(each.rope, Ministral3Rope) for each in read] == [False, True]
+    latent = {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}
+    with pytest.raises(ValueError, match="^model_type='mistral4': it has .*latent"):
+        ModelConfig.from_hf(latent)
 
 
 def test_a_prompt_of_text_fits_a_plan(tmp_path):

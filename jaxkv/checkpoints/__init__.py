@@ -14,6 +14,7 @@ from jaxkv.checkpoints.named_models import (
 )
 from jaxkv.checkpoints.source import Checkpoint, open_checkpoint
 from jaxkv.checkpoints.tensor import StoredTensor
+from jaxkv.checkpoints.text_part import list_model_types
 
 __all__ = [
     "Checkpoint",
@@ -28,6 +29,7 @@ __all__ = [
     "get_manifest",
     "find_manifests_folder",
     "list_model_names",
+    "list_model_types",
     "open_checkpoint",
     "save_filter_layers",
 ]

@@ -23,6 +23,7 @@ class ModelFamily:
     """Model family in `families.toml`: config keys that it reads or ignores, tensor names, fixed `ModelConfig` fields.
 
     Attributes:
+        about: the models of the family.
         read: required keys, in addition to those of `like`; transformers' class of the family has the defaults.
         like: name of further required keys in the file's table `read`.
         optional: keys with an effect that may be absent.
@@ -35,6 +36,7 @@ class ModelFamily:
         tensors: names of its tensors by parameter, if not Llama's.
     """
 
+    about: str
     read: str = ""
     like: str = "llama"
     optional: str = ""
@@ -55,6 +57,8 @@ class ModelFamily:
 _TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8"))
 FAMILIES = {name: ModelFamily(**row) for name, row in _TABLES["families"].items()}
 _EVERY = _TABLES["every"]
+# What unsupported model types have, and what to use instead.
+_MISSING = {name: row for row in _TABLES["missing"] for name in row["types"].split()}
 IGNORED = frozenset(_EVERY["ignored"].split())
 # Names of tensors by parameter, for families without their own.
 TENSORS: dict[str, str] = _EVERY["tensors"]
@@ -76,11 +80,12 @@ def complete_config(config: Config) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     known = isinstance(kind, str) and kind in FAMILIES
-    lacking = _TABLES["missing"].get(str(kind))
-    why = "" if lacking is None else f"it has {lacking}, which is not supported: "
-    require(
-        known, "model_type", kind, f"{why}not supported: use one of {', '.join(sorted(FAMILIES))}"
-    )
+    reason = _MISSING.get(str(kind))
+    told = f"not supported: use one of {', '.join(sorted(FAMILIES))}"
+    if reason is not None:
+        lacks, instead = reason["lacks"], f"use {reason['instead']}"
+        told = f"it has {lacks}, which is not supported: {instead}, or others of `jaxkv models --types`"
+    require(known, "model_type", kind, told)
     names = FAMILIES[str(kind)].aliases
     renamed = {names[key]: config[key] for key in names if key in config}
     config = renamed | {key: value for key, value in config.items() if key not in names}

@@ -5,12 +5,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxkv._errors import build_value_error, require
-from jaxkv.checkpoints.hub_config import IGNORED, Config
+from jaxkv.checkpoints.hub_config import FAMILIES, IGNORED, Config
 from jaxkv.checkpoints.tensor import StoredTensor
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _HARMLESS = set(_TABLES["harmless"].split())
 _IMAGES = tuple(_TABLES["images"])
+
+
+def list_model_types() -> dict[str, str]:
+    """List the `model_type` values of supported configs, by name, each with its models.
+
+    Returns:
+        A description by model type.
+    """
+    rows = {name: family.about for name, family in FAMILIES.items()}
+    rows |= {name: row["about"] for name, row in _TABLES["models"].items()}
+    return dict(sorted(rows.items()))
 
 
 def extract_text_config(config: Config) -> Config:
@@ -28,17 +39,17 @@ def extract_text_config(config: Config) -> Config:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _TABLES["models"]:
         return config
-    (text, made), given = _TABLES["models"][kind], config.get("text_config")
+    texts, given = _TABLES["models"][kind]["texts"], config.get("text_config")
     if not isinstance(given, Mapping):
         raise build_value_error(
             "text_config", given, f"not an object: a {kind} needs the keys of its text model"
         )
-    own = given.get("model_type", text)
+    own = given.get("model_type", next(iter(texts)))
     require(
-        own == text,
+        own in texts,
         "text_config.model_type",
         own,
-        f"the text model of a {kind} must be a {text}: use another",
+        f"the text model of a {kind} must be a {' or '.join(texts)}: use another",
     )
     unknown = sorted(map(str, set(config) - IGNORED - _HARMLESS - set(_TABLES["shared"])))
     require(
@@ -48,7 +59,7 @@ def extract_text_config(config: Config) -> Config:
         "these keys are not supported: remove them only if they change nothing",
     )
     shared = {key: config[key] for key in _TABLES["shared"] if config.get(key) is not None}
-    return {**given, **shared, "model_type": text, "architectures": [made]}
+    return {**given, **shared, "model_type": own, "architectures": [texts[own]]}
 
 
 def extract_text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -5,7 +5,13 @@ import json
 from typing import Any
 
 from jaxkv._dataclasses import frozen_dataclass
-from jaxkv.checkpoints import FolderSource, cache_dir, get_manifest, list_model_names
+from jaxkv.checkpoints import (
+    FolderSource,
+    cache_dir,
+    get_manifest,
+    list_model_names,
+    list_model_types,
+)
 from jaxkv.cli.options import list_policy_flags
 from jaxkv.cli.outputs import write_to_stdout
 from jaxkv.policies.registry import POLICIES
@@ -33,11 +39,22 @@ class ListCommand:
             write_to_stdout("\n".join([facts["name"], *rows[1:], ""]))
 
 
+@frozen_dataclass
 class ListModelsCommand(ListCommand):
-    """The command `jaxkv models`: list the named models as text or JSON."""
+    """The command `jaxkv models`: list the named models, or the supported model types, as text or JSON.
+
+    Attributes:
+        types: list the supported values of model_type in config.json instead.
+    """
+
+    types: bool = False
 
     def run_command(self) -> None:
-        """Print each named model's source, bytes, license, and whether its weights are in the local cache."""
+        """Print each named model's source, bytes, license, and whether its weights are cached; or all model types."""
+        if self.types:
+            rows = [{"name": name, "models": each} for name, each in list_model_types().items()]
+            self.print_records(rows, rows)
+            return
         records = []
         told = []
         for name in list_model_names():

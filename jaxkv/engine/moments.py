@@ -96,8 +96,8 @@ def compute_last_query_moments(
     The queries are at positions `seen - w` to `seen`. Queries of negative positions may hold any finite values.
     """
     position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
-    by = compute_rope_tables(jnp.maximum(position, 0), rope, q.shape[-1])
-    # Cosine and sine include the attention factor: dividing by its square inverts rotation and factor.
+    by = compute_rope_tables(jnp.maximum(position, 0), rope, q.shape[-1]).scale_for_queries()
+    # Cosine and sine include all factors: dividing by their square inverts rotation and factors.
     square = by.cos**2 + by.sin**2
     back = RopeTables(cos=by.cos / square, sin=-by.sin / square)
     sums = _compute_query_statistics(apply_rope(q, back), position >= needs.skip, needs)
@@ -136,7 +136,7 @@ def _rotate_to_future_positions(
 ) -> QueryMoments:
     """Return the `QueryMoments` of unrotated `_QueryStatistics`, rotated by the mean RoPE of later positions."""
     ahead = seen[:, None] + jnp.arange(needs.positions, dtype=jnp.int32)
-    each = compute_rope_tables(ahead, rope, sums.mean.shape[-1])
+    each = compute_rope_tables(ahead, rope, sums.mean.shape[-1]).scale_for_queries()
     by = RopeTables(
         cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True)
     )

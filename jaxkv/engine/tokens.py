@@ -100,6 +100,7 @@ def sum_token_projections(
 ) -> TokenProjections:
     """Sum split-K partial q, k and v of a token per sequence, rotate q and k; return `TokenProjections`."""
     batch = by.cos.shape[0]
+    q = by.scale_partial_queries(q)
     query = q.sum(axis=0)[:batch]
     both = kv.sum(axis=0)[:batch]
     k = apply_rope(both[:, 0, :, None], by, dtype)

@@ -12,6 +12,7 @@ from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.text_part import extract_text_config
 from jaxkv.models.hub import read_config_fields
 from jaxkv.models.values import (
+    ACTIVATIONS,
     ExpertsConfig,
     LayerSpec,
     LongRope,
@@ -56,8 +57,9 @@ class ModelConfig:
         norm_offset: RMS norms multiply by 1 plus their weights (Gemma).
         parallel: the MLP reads the block's input, without the attention output (Falcon, Cohere).
         shared_norm: attention and a parallel MLP share one norm.
-        gated: the MLP is down(silu(gate) * up), or with `tanh_gelu`; otherwise down(gelu(up)) (Falcon).
-        tanh_gelu: a gated MLP uses the tanh approximation of GELU instead of silu (Gemma).
+        gated: the MLP is down(activation(gate) * up); otherwise down(activation(up)) (Falcon).
+        activation: activation of the MLP: "silu", "gelu", "gelu_tanh" (GELU by tanh), "relu2" (squared ReLU), "xielu"
+            (with learned numbers, Apertus).
         embedding_scale: factor of embeddings.
         residual_scale: factor of the outputs of attention and MLP (Granite).
         logit_scale: factor of logits.
@@ -94,7 +96,7 @@ class ModelConfig:
     parallel: bool = False
     shared_norm: bool = False
     gated: bool = True
-    tanh_gelu: bool = False
+    activation: str = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -153,14 +155,14 @@ class ModelConfig:
         ordered = not normed or self.channel_permutation is None
         remedy = "not supported with RMS norms of queries and keys: give interleaved=False"
         yield "interleaved", ordered, remedy
-        gated = not self.tanh_gelu or (self.gated and self.experts is None)
-        yield "tanh_gelu", gated, "only gated MLPs without experts have it"
+        named = self.activation in ACTIVATIONS
+        yield "activation", named, f"not supported: give one of {', '.join(ACTIVATIONS)}"
         shared = self.parallel or not self.shared_norm
         remedy = "only a parallel MLP can share attention's norm: give parallel=True"
         yield "shared_norm", shared, remedy
         if self.experts is not None:
-            plain = self.gated and not self.mlp_bias
-            remedy = "experts are gated and have their own biases: omit gated and mlp_bias"
+            plain = self.gated and self.activation == "silu" and not self.mlp_bias
+            remedy = "experts are gated by silu and have their own biases: omit gated, activation and mlp_bias"
             yield "experts", plain, remedy
             alone = not (self.experts.bias and self.parallel)
             remedy = "biases of experts are not supported in parallel blocks: give bias=False"
@@ -169,9 +171,8 @@ class ModelConfig:
     @property
     def has_llama_blocks(self) -> bool:
         """True if blocks suit fused steps: serial, plain RMS norm first, dense SwiGLU; no residual scale, q/k gains."""
-        plain = (
-            self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
-        )
+        mlp = self.gated and self.activation == "silu" and self.experts is None
+        plain = mlp and self.residual_scale == 1
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
         return plain and norms and not (self.parallel or self.has_qk_gains)
 

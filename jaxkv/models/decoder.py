@@ -111,7 +111,8 @@ class DecoderBlock(nnx.Module):
 
     def compute_rotated_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B K G N D"]:
         """Return queries `[B, K, G, N, D]` of normed hidden states, in their dtype, rotated by the RoPE tables `by`."""
-        return apply_rope(self.compute_unrotated_queries(normed), by, normed.dtype)
+        unrotated = self.compute_unrotated_queries(normed)
+        return apply_rope(unrotated, by.scale_for_queries(), normed.dtype)
 
     def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
         """Return queries `[B, K, G, N, D]` before RoPE, with query norm and scale, if any; float32 without norm."""

@@ -56,9 +56,13 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
         "max_positions": longest,
         "tied": read_config_key(validate_bool, "tie_word_embeddings"),
         "qkv_bias": is_switch_enabled("attention_bias"),
-        "out_bias": is_switch_enabled("attention_bias"),
+        "out_bias": is_switch_enabled(
+            "attention_out_bias" if "attention_out_bias" in keys else "attention_bias"
+        ),
         "mlp_bias": is_switch_enabled("mlp_bias"),
         "qk_layer_norm": is_switch_enabled("use_qk_norm"),
+        "parallel": is_switch_enabled("use_parallel_residual"),
+        "shared_norm": is_switch_enabled("use_parallel_residual"),
         "bos": next(iter(read_config_key(_read_token_ids, "bos_token_id")), None),
         "eos": read_config_key(_read_token_ids, "eos_token_id"),
         "experts": _read_experts(config),
@@ -141,11 +145,12 @@ def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, A
     local, whole_prompt = (read_rope(each, config, longest) for each in read_rope_keys(config))
     widths, sliding = _read_sliding_windows(config, layers, longest)
     ropes = [local if each else whole_prompt for each in sliding]
-    if kind in ("cohere2", "smollm3"):
-        rotated = (
-            sliding if kind == "cohere2" else _find_rotated_layers(config["no_rope_layers"], layers)
-        )
-        ropes = [rope if each else NoRope() for rope, each in zip(ropes, rotated, strict=True)]
+    rotated = [True] * layers
+    if kind == "cohere2" or (kind == "exaone4" and config.get("sliding_window") is not None):
+        rotated = sliding
+    elif kind == "smollm3":
+        rotated = _find_rotated_layers(config["no_rope_layers"], layers)
+    ropes = [rope if each else NoRope() for rope, each in zip(ropes, rotated, strict=True)]
     scale = None
     softcap = _read_softcap(config, "attn_logit_softcapping")
     if "attention_multiplier" in config:

@@ -1,6 +1,7 @@
 """Rotary embeddings from a Hugging Face config."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxkv._checks import validate_float
@@ -12,6 +13,7 @@ from jaxkv.models.values import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    Ministral3Rope,
     Rope,
     YarnRope,
     check_positive,
@@ -46,9 +48,9 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     theta = keys.pop("rope_theta")
     share = keys.pop("partial_rotary_factor", 1.0)
     remedy = (
-        "give a share of the channels above 0; only GLM-4 and Phi-3 rotate a part of the channels"
+        "give a share of the channels above 0; only GLM-4, Phi-3 and StableLM rotate a part of them"
     )
-    partial = share == 1.0 or family in ("glm4", "phi3")
+    partial = share == 1.0 or family in ("glm4", "phi3", "stablelm")
     require(partial, "partial_rotary_factor", share, remedy)
     kind = keys.pop("type", "default")
     kind = keys.pop("rope_type", kind)
@@ -59,16 +61,16 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         if kind in ("longrope", "su"):
             name = "original_max_position_embeddings"
             keys[name] = config[name]
+    if family == "ministral3":
+        known = {"yarn": Ministral3Rope}
+        keys.pop("max_position_embeddings", None)
     require(
         isinstance(kind, str) and kind in known,
         "rope_type",
         kind,
         f"not supported for {family}: use {', '.join(known)}",
     )
-    for key in ("mscale", "mscale_all_dim"):
-        # DeepSeek's variant of YaRN.
-        value = keys.pop(key, None) if kind == "yarn" else None
-        require(not value, f"rope_scaling.{key}", value, "not supported: omit it")
+    magnitudes = [keys.pop(key, None) for key in ("mscale", "mscale_all_dim") if kind == "yarn"]
     values: dict[str, Any] = {
         "theta": check_positive("rope_theta", theta),
         "share": validate_float("partial_rotary_factor", share, remedy, high=1.0, open_low=True),
@@ -91,6 +93,11 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         values[field.name] = default if null else READERS[field.type](f"rope_scaling.{key}", value)
     remedy = f"these keys are not supported for rope type {kind!r}: remove them"
     require(not keys, "rope_scaling", sorted(keys), remedy)
+    if all(magnitudes) and magnitudes:
+        # DeepSeek's variant of YaRN; transformers reads these numbers only if both are given.
+        checked = (check_positive("rope_scaling.mscale", each) for each in magnitudes)
+        above, below = (1 + 0.1 * each * math.log(max(1.0, values["factor"])) for each in checked)
+        values["attention_factor"] = values["attention_factor"] or above / below
     if known[kind] is LongRope:
         values["long"] = longest > values["original_max_position"]
     return known[kind](**values)

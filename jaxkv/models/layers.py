@@ -1,5 +1,7 @@
 """Layers of the decoder: linear maps with weights stored as rows `[out, in]`, norms, dense MLPs."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +16,15 @@ from jaxkv.models.stored import GROUP, StoredWeight
 from jaxkv.sharding.collectives import sum_over_devices
 from jaxkv.sharding.mesh import ShardingMesh
 
+# Activations without parameters, by name.
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
+}
+# Slope of xIELU at 0, and the largest input of its exponential.
+_XIELU_BETA, _XIELU_EPSILON = 0.5, -1e-6
 # Vectors, the inputs of linear maps, norms and MLPs.
 Vectors = Float[Array, "*rows E"]
 # Split-K for GPUs of about a hundred multiprocessors: maximum rows (one tile) of a product that is split; outputs over
@@ -261,15 +272,18 @@ class LayerNorm(nnx.Module):
 
 
 class DenseMLP(nnx.Module):
-    """Dense MLP: down(silu(gate(x)) * up(x)), or with GELU for silu, or ungated down(gelu(up(x))).
+    """Dense MLP: down(activation(gate(x)) * up(x)), or ungated down(activation(up(x))).
 
-    If gated, hidden is silu(gate(x)) * up(x), or GELU by tanh in place of silu; gate and up are one parameter `[2, F,
-    E]`. Otherwise compute_activations is the exact gelu(up(x)), and up is `[F, E]`. With `apart`, the operands of both
-    products are computed before the products, not fused into them.
+    If gated, gate and up are one parameter `[2, F, E]`; otherwise up is `[F, E]`. With `apart`, the operands of both
+    products are computed before the products, not fused into them. xIELU's parameter `[2, 1]` has its alphas for
+    positive and negative inputs, before their softplus (arXiv:2411.13010).
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
-        self.gated, self.tanh_gelu = config.gated, config.tanh_gelu
+        self.gated, self.activation = config.gated, config.activation
+        self.xielu = (
+            make_empty_parameter(2, 1, dtype=dtype) if config.activation == "xielu" else None
+        )
         add_linear_weight(self, "down", config.embed, config.hidden, dtype=weights)
         self.down_bias = (
             make_empty_parameter(config.embed, dtype=dtype) if config.mlp_bias else None
@@ -305,13 +319,17 @@ class DenseMLP(nnx.Module):
     def compute_activations(self, x: Vectors) -> Float[Array, "*rows F"]:
         """Return the MLP's activations `[*rows, F]` before the down projection, in x's dtype."""
         if not self.gated:
-            return jax.nn.gelu(apply_linear(self, "up", x, wide=True), approximate=False).astype(
-                x.dtype
-            )
+            return self._activate(apply_linear(self, "up", x, wide=True)).astype(x.dtype)
         both = apply_linear(self, "gate_up", x, wide=True)
-        gate, up = both[..., 0, :], both[..., 1, :]
-        gate = jax.nn.gelu(gate, approximate=True) if self.tanh_gelu else jax.nn.silu(gate)
-        return (gate * up).astype(x.dtype)
+        return (self._activate(both[..., 0, :]) * both[..., 1, :]).astype(x.dtype)
+
+    def _activate(self, x: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+        """Return the activation of float32 `[*rows, F]`."""
+        if self.xielu is None:
+            return _ACTIVATIONS[self.activation](x)
+        positive, negative = jax.nn.softplus(self.xielu[...].astype(jnp.float32))
+        below = (jnp.expm1(jnp.minimum(x, _XIELU_EPSILON)) - x) * (_XIELU_BETA + negative)
+        return jnp.where(x > 0, positive * x * x, below) + _XIELU_BETA * x
 
 
 def get_parameter_array(parameter: nnx.Param | None) -> Array | None:

@@ -13,6 +13,7 @@ from jaxkv.models.values import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    Ministral3Rope,
     NoRope,
     Rope,
     YarnRope,
@@ -99,10 +100,25 @@ class RopeTables:
     Attributes:
         cos: `f32[B, N, D/2]`, or `[1, N, D/2]` if all sequences have the same positions.
         sin: of the same shape.
+        query_scale: factor on queries, `f32[B, N, 1]` or `[1, N, 1]`; None for 1.
     """
 
     cos: Float[Array, "#B N half"]
     sin: Float[Array, "#B N half"]
+    query_scale: Float[Array, "#B N 1"] | None = None
+
+    def scale_for_queries(self) -> "RopeTables":
+        """Return the `RopeTables` that rotate queries, times their factors; unchanged if they have none."""
+        if self.query_scale is None:
+            return self
+        return RopeTables(cos=self.cos * self.query_scale, sin=self.sin * self.query_scale)
+
+    def scale_partial_queries(self, q: Float[Array, "n M K G D"]) -> Float[Array, "n M K G D"]:
+        """Return partial sums of one query per sequence times their factors; 0 for the M - B rows of padding."""
+        if self.query_scale is None:
+            return q
+        more = q.shape[1] - self.query_scale.shape[0]
+        return q * jnp.pad(self.query_scale[..., None], ((0, more), *((0, 0),) * 3))
 
     def slice_positions(self, first: Int[Array, ""], size: int) -> "RopeTables":
         """Return the `RopeTables` of `size` consecutive positions, from index `first` of these tables on."""
@@ -119,7 +135,13 @@ def compute_rope_tables(positions: Int[Array, "B N"], rope: Rope, head_dim: int)
         jnp.asarray(each, jnp.float32) for each in compute_rope_frequencies(rope, head_dim)
     )
     turned = positions[..., None].astype(jnp.float32) * frequencies
-    made = RopeTables(cos=jnp.cos(turned) * factors, sin=jnp.sin(turned) * factors)
+    scale = None
+    if isinstance(rope, Ministral3Rope):
+        lengths = (positions[..., None] // rope.original_max_position).astype(jnp.float32)
+        scale = 1 + rope.llama_4_scaling_beta * jnp.log1p(lengths)
+    made = RopeTables(
+        cos=jnp.cos(turned) * factors, sin=jnp.sin(turned) * factors, query_scale=scale
+    )
     # The barrier keeps XLA from fusing the tables into every rotation and recomputing them for every head.
     return lax.optimization_barrier(made)
 

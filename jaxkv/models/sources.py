@@ -128,6 +128,14 @@ def _yield_parameter_sources(
         yield from _yield_phi3_sources(base, f"{prefix}self_attn.qkv_proj.weight", shape, config)
     elif base == "attention.sink_logits":
         yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
+    elif base == "mlp.xielu":
+        for index, each in enumerate(("alpha_p", "alpha_n")):
+            yield TensorSource(name=f"{prefix}mlp.act_fn.{each}", axes=((1,),), at=(index,))
+    elif base.endswith("_gain") and family == "stablelm":
+        name = prefix + FAMILIES[family].tensors[base]
+        for index, at in enumerate(itertools.product(*map(range, shape[:-1]))):
+            source = _make_tensor_source(f"{name}.{index}.weight", shape[-1:], at)
+            yield _add_channel_order(source, base, config)
     elif base.startswith("mlp.experts") and family == "gpt_oss":
         # These parameters have several sources, which are read in turn.
         name = f"{prefix}mlp.experts.{base.removeprefix('mlp.experts_')}_proj.{kind}"

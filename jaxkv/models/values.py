@@ -14,6 +14,8 @@ from jaxkv._checks import validate_bool, validate_float, validate_int
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 
+# Activations of MLPs.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu")
 # Formats of linear weights other than the model's dtype.
 WEIGHTS = ("int8", "int4")
 _WEIGHTS = f"not supported: use {', '.join(map(repr, WEIGHTS))}, or None for the model's dtype"
@@ -139,6 +141,17 @@ class YarnRope(Rope):
             self.beta_fast,
             f"give a value above {self.beta_slow=}",
         )
+
+
+@frozen_dataclass
+class Ministral3Rope(YarnRope):
+    """Static config of Ministral 3's YaRN, with a factor on queries that grows with their position.
+
+    Attributes:
+        llama_4_scaling_beta: b of the factor 1 + b * log(1 + floor(position / original_max_position)).
+    """
+
+    llama_4_scaling_beta: float
 
 
 @frozen_dataclass

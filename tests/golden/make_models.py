@@ -3,11 +3,13 @@
 Everything here comes from transformers: its configurations, its models, its ``save_pretrained`` and its forward pass.
 None of this project's code is imported, so the numbers are an independent reference.
 
-Run it in an environment that has ``torch==2.13.0`` (CPU) and ``transformers==5.2.0``::
+Run it in an environment that has ``torch==2.13.0`` (CPU) and ``transformers==5.2.0``, or 5.23.0 for those from
+``APERTUS`` on::
 
-    python tests/golden/make_models.py
+    python tests/golden/make_models.py [NAME ...]
 
-It rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archive holds, for each model NAME:
+It makes the named models, and leaves others as they are. Without names it rewrites ``tests/golden/models/`` and
+``tests/golden/models.npz``. The archive holds, for each model NAME:
 
 * ``NAME/input_ids`` int32 [2, 80]: a right-padded batch. The second row has 53 tokens, the rest are zeros.
 * ``NAME/logits0`` float32 [80, V] and ``NAME/logits1`` float32 [53, V]: logits at every position of each row. Each row
@@ -21,6 +23,7 @@ It rewrites ``tests/golden/models/`` and ``tests/golden/models.npz``. The archiv
 import copy
 import json
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
@@ -29,11 +32,19 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
+    ArceeConfig,
+    ArceeForCausalLM,
     AutoModelForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -50,8 +61,13 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -68,8 +84,14 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.utils import logging
@@ -94,6 +116,27 @@ def with_images(**text):
         vision_config=vision,
         mm_tokens_per_image=1,
         image_token_index=VOCAB - 1,
+    )
+
+
+def mistral_with_images(**text):
+    """The config of a Ministral 3 with images: of a text model, and of a vision tower as small as can be."""
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    tied = text["tie_word_embeddings"]
+    return Mistral3Config(
+        text_config=Ministral3Config(**text),
+        vision_config=vision,
+        image_token_index=VOCAB - 1,
+        tie_word_embeddings=tied,
     )
 
 
@@ -133,6 +176,15 @@ LLAMA3 = rope(
     original_max_position_embeddings=32,
 )
 YARN = rope(10000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+# Queries' factors at positions 0, 32 and 64 are 1, 1.3 and 1.5.
+MINISTRAL_YARN = YARN | {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.4,
+    "llama_4_scaling_beta": 0.45,
+    "max_position_embeddings": 128,
+}
 LLAMA, MISTRAL = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCausalLM)
 QWEN2, QWEN3 = (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)
 FALCON, MIXTRAL = (FalconConfig, FalconForCausalLM), (MixtralConfig, MixtralForCausalLM)
@@ -144,6 +196,12 @@ GEMMA2 = (Gemma2Config, Gemma2ForCausalLM)
 GEMMA3, OLMO3 = (Gemma3TextConfig, Gemma3ForCausalLM), (Olmo3Config, Olmo3ForCausalLM)
 GEMMA3_IMAGES = (with_images, Gemma3ForConditionalGeneration)
 GPT_OSS = (GptOssConfig, GptOssForCausalLM)
+APERTUS, ARCEE = (ApertusConfig, ApertusForCausalLM), (ArceeConfig, ArceeForCausalLM)
+ERNIE, EXAONE = (Ernie4_5Config, Ernie4_5ForCausalLM), (Exaone4Config, Exaone4ForCausalLM)
+MINISTRAL, SEED = (Ministral3Config, Ministral3ForCausalLM), (SeedOssConfig, SeedOssForCausalLM)
+MISTRAL_IMAGES = (mistral_with_images, Mistral3ForConditionalGeneration)
+STABLELM = (StableLmConfig, StableLmForCausalLM)
+STARCODER2 = (Starcoder2Config, Starcoder2ForCausalLM)
 PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
 
 
@@ -411,6 +469,73 @@ SPECS = {
             tie_word_embeddings=True,
         ),
     ),
+    "apertus": (APERTUS, heads(4, 2, hidden_size=64, rope_parameters=LLAMA3)),
+    "arcee": (ARCEE, heads(4, 2, mlp_bias=True, rope_parameters=rope(10000.0))),
+    "ernie4_5": (
+        ERNIE,
+        heads(
+            4,
+            2,
+            head_dim=16,
+            use_bias=True,
+            rope_parameters=rope(500000.0),
+            tie_word_embeddings=True,
+        ),
+    ),
+    # Three layers with a window and positions, one with neither; or no window, and positions in all layers.
+    "exaone4": (
+        EXAONE,
+        heads(4, 2, num_hidden_layers=4, sliding_window=12, rope_parameters=rope(1000000.0)),
+    ),
+    "exaone4_full": (
+        EXAONE,
+        heads(
+            4,
+            2,
+            hidden_size=64,
+            sliding_window=None,
+            layer_types=["full_attention"] * 2,
+            rope_parameters=LLAMA3,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "internlm3": (
+        (InternLM3Config, LlamaForCausalLM),
+        heads(4, 2, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=rope(50000.0)),
+    ),
+    "ministral3": (MINISTRAL, heads(4, 2, head_dim=16, rope_parameters=MINISTRAL_YARN)),
+    # Read without images: its text model's logits. The scaling is that of the published models, but for its lengths.
+    "mistral3_images": (
+        MISTRAL_IMAGES,
+        heads(
+            4,
+            1,
+            head_dim=16,
+            rope_parameters=MINISTRAL_YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+            tie_word_embeddings=True,
+        ),
+    ),
+    "seed_oss": (SEED, heads(4, 2, head_dim=16, mlp_bias=True, rope_parameters=rope(1000000.0))),
+    # Of 16 channels 4 are rotated.
+    "stablelm": (
+        STABLELM,
+        heads(4, 2, hidden_size=64, use_qkv_bias=True, rope_parameters=rope(10000.0)),
+    ),
+    "stablelm_parallel": (
+        STABLELM,
+        heads(
+            4,
+            2,
+            hidden_size=64,
+            qk_layernorm=True,
+            use_parallel_residual=True,
+            rope_parameters=rope(10000.0),
+        ),
+    ),
+    "starcoder2": (
+        STARCODER2,
+        heads(6, 2, sliding_window=20, rope_parameters=rope(100000.0), tie_word_embeddings=True),
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
@@ -529,11 +654,9 @@ def save(model, folder, **options):
         file.chmod(0o644)  # Shards are written readable by their owner alone.
 
 
-def reload(folder):
+def reload(folder, reader=AutoModelForCausalLM):
     """Loads a folder as transformers does, in float32 whatever the file holds."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = reader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     # What MXFP4 blocks stand for is bfloat16, whatever dtype is asked for.
     return model.float().eval()
 
@@ -567,11 +690,17 @@ def seed_of(name, index):
 
 
 def main():
-    """Builds all folders and the archive, and checks that what was saved gives what was stored."""
+    """Builds the named folders, or all, and the archive; checks that what was saved gives what was stored."""
     logging.disable_progress_bar()
-    shutil.rmtree(MODELS, ignore_errors=True)
+    chosen = sys.argv[1:]
     arrays = {"lengths": np.array(LENGTHS, np.int32)}
+    if chosen:
+        arrays = dict(np.load(HERE / "models.npz"))
+    for name in chosen or [""]:
+        shutil.rmtree(MODELS / name, ignore_errors=True)
     for index, (name, ((config_class, model_class), fields)) in enumerate(SPECS.items()):
+        if chosen and name not in chosen:
+            continue
         torch.manual_seed(seed_of(name, index))
         given = {**BASE, **fields}
         if given["intermediate_size"] is None:
@@ -602,9 +731,9 @@ def main():
         for row, length in enumerate(LENGTHS):
             ids[row, :length] = rng.integers(3, VOCAB, length)
 
-        loaded = reload(
-            folder
-        )  # From the files, so that the stored logits belong to the stored weights.
+        # From the files, so that the stored logits belong to the stored weights.
+        alone = model_class is Mistral3ForConditionalGeneration
+        loaded = reload(folder, model_class if alone else AutoModelForCausalLM)
         for each in (model, loaded) if name == "olmo3_yarn" else ():
             unscale_windows(each)
         arrays[f"{name}/input_ids"] = ids
@@ -620,7 +749,7 @@ def main():
         )
         print(f"{name:20s} std of logits {spread:6.2f}  saved vs in memory {gap:.1e}")
 
-    for name, source in SHARDED.items():
+    for name, source in SHARDED.items() if not chosen else ():
         save(reload(MODELS / source), MODELS / name, max_shard_size="60KB")
         gap = np.abs(
             logits_of(reload(MODELS / name), arrays[f"{source}/input_ids"][0])
