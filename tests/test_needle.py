@@ -43,13 +43,13 @@ def remembered():
     """
     outputs = {}
 
-    def run_layer(flat, index, x, length, table, needs, implementation):
+    def run_layer(flat, index, x, length, table, needs, implementation, whole):
         # The thread that compiles the loop describes the prompt without arrays.
         if isinstance(x, jax.core.Tracer):
-            return RUN_LAYER(flat, index, x, length, table, needs, implementation)
+            return RUN_LAYER(flat, index, x, length, table, needs, implementation, whole)
         if index not in outputs:
             outputs[index] = RUN_LAYER(
-                flat, index, x, length, table, Needs(queries=WINDOW), implementation
+                flat, index, x, length, table, Needs(queries=WINDOW), implementation, whole
             )
             x = outputs[index].x
         elif index == len(flat.blocks) - 1:
