@@ -25,7 +25,8 @@ ON_TOP := aot aot-tpu clients docs foreign page ray
 aot := --no-deps jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 nvidia-cuda-nvcc==13.0.88
 # libtpu, which compiles for TPUs that are not there, is 690 MB.
 aot-tpu := jax[tpu]==0.10.2
-clients := litellm==1.110.2 langchain-openai==1.7.4 pydantic-ai-slim[openai]==2.38.0 instructor==1.17.0 llm==0.36 lm_eval[api]==0.4.13
+clients := anthropic==2.14.0 litellm==1.110.2 langchain-openai==1.7.4 pydantic-ai-slim[openai]==2.38.0 \
+  instructor==1.17.0 llm==0.36 lm_eval[api]==0.4.13
 npm_clients := openai@6.49.0 ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 docs := --no-deps -r docs/requirements.txt
 # KerasHub runs without TensorFlow, which its package asks for: hence no dependencies but these.
