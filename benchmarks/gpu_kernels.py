@@ -340,7 +340,7 @@ def experts(case):
     }.items():
 
         def layer(x, weights, way=way):
-            return _normed(way(x, ids, shares, *weights)).astype(x.dtype)
+            return _normed(way(mixture.ExpertInputs(x, ids, shares, *weights))).astype(x.dtype)
 
         found[name] = chained(layer, x, [weights], estimate=nbytes / _BYTES)
     best = found["tensor_cores"]["seconds"]

@@ -59,7 +59,7 @@ WRONG = (
 TIE = 2e-3
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """An answer with a status of an error, which is the argument."""
 
 
@@ -82,7 +82,7 @@ def post(port, path, body, close_after=None):
                     return None
             return events
     except urllib.error.HTTPError as error:
-        raise Refused(error.code, error.read().decode()[:300]) from None
+        raise Rejected(error.code, error.read().decode()[:300]) from None
 
 
 def text_of(path, answer):
@@ -194,8 +194,8 @@ class Soak:
             try:
                 post(self.port, CHATS, body | rng.choice(WRONG))
                 self.faults.append(("accepted", body, None))
-            except Refused as refused:
-                if not 400 <= refused.args[0] < 500:
+            except Rejected as rejected:
+                if not 400 <= rejected.args[0] < 500:
                     raise
             self.counts["wrong bodies"] += 1
             return
@@ -213,8 +213,8 @@ class Soak:
             try:
                 post(self.port, TEXTS, {"model": "full", "prompt": "The sky", "max_tokens": 2})
                 return 200
-            except Refused as refused:
-                return refused.args[0]
+            except Rejected as rejected:
+                return rejected.args[0]
 
         with concurrent.futures.ThreadPoolExecutor(100) as pool:
             statuses = collections.Counter(pool.map(one, range(100)))
@@ -232,11 +232,11 @@ class Soak:
             )[0]
             try:
                 kind(rng)
-            except Refused as refused:
+            except Rejected as rejected:
                 # A flood of another client filled the queue.
-                self.counts[f"status {refused.args[0]}"] += 1
-                if refused.args[0] not in (429, 503):
-                    self.faults.append((kind.__name__, refused.args, None))
+                self.counts[f"status {rejected.args[0]}"] += 1
+                if rejected.args[0] not in (429, 503):
+                    self.faults.append((kind.__name__, rejected.args, None))
             except (OSError, http.client.HTTPException, KeyError, ValueError) as error:
                 self.faults.append((kind.__name__, repr(error), None))
 

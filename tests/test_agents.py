@@ -200,6 +200,21 @@ def collected(stream):
     return message | {"tool_calls": calls}, reason
 
 
+def told_by(answer, stream):
+    """The message of an answer of the openai client, whole or in pieces, and why it ended."""
+    if stream:
+        return collected(answer)
+    (choice,) = answer.choices
+    return choice.message.model_dump(), choice.finish_reason
+
+
+def sent_back(message):
+    """The messages that follow in the conversation: the answer, and a result of each call."""
+    ids = [each["id"] for each in message["tool_calls"] or []]
+    results = [{"role": "tool", "tool_call_id": each, "content": "7"} for each in ids]
+    return [{"role": "assistant", **message}, *results]
+
+
 def test_an_agents_loop(engine, client):
     """Three turns with two tools, whole and as streams; the client sends back what it got."""
     kind = engine.session.params.name
@@ -217,11 +232,7 @@ def test_an_agents_loop(engine, client):
             options = {"tools": agents.TOOLS, "tool_choice": "auto", "stream": stream}
             options["extra_body"] = {"ignore_eos": True}
             answer = asks.chat.completions.create(model="tiny", messages=messages, **options)
-            if stream:
-                message, reason = collected(answer)
-            else:
-                (choice,) = answer.choices
-                message, reason = choice.message.model_dump(), choice.finish_reason
+            message, reason = told_by(answer, stream)
             calls = message["tool_calls"] or []
             functions = [each["function"] for each in calls]
             seen.append([(each["name"], json.loads(each["arguments"])) for each in functions])
@@ -229,10 +240,7 @@ def test_an_agents_loop(engine, client):
             assert len({each["id"] for each in calls}) == len(calls)
             if kind != "mistral":
                 assert all(each["id"].startswith("call_") for each in calls)
-            messages.append({"role": "assistant", **message})
-            for each in calls:
-                result = {"role": "tool", "tool_call_id": each["id"], "content": "7"}
-                messages.append(result)
+            messages += sent_back(message)
         assert seen == [[("find", FIND)], [("add", ADD), ("find", FIND)], []]
         assert message["content"] == "It is 9."
         assert (message.get("reasoning_content") or "") == ("Hm." if thinks else "")
@@ -280,18 +288,12 @@ def test_an_agents_loop_under_a_grammar(engine):
             answer = asks.chat.completions.create(
                 model="tiny", messages=messages, stream=stream, **options, **turn
             )
-            if stream:
-                message, reason = collected(answer)
-            else:
-                (choice,) = answer.choices
-                message, reason = choice.message.model_dump(), choice.finish_reason
+            message, reason = told_by(answer, stream)
             calls = message["tool_calls"] or []
             assert reason == ("tool_calls" if calls else "stop"), message
-            messages.append({"role": "assistant", **message})
-            for each in calls:
-                seen.append((each["function"]["name"], json.loads(each["function"]["arguments"])))
-                result = {"role": "tool", "tool_call_id": each["id"], "content": "7"}
-                messages.append(result)
+            messages += sent_back(message)
+            functions = [each["function"] for each in calls]
+            seen += [(each["name"], json.loads(each["arguments"])) for each in functions]
         (first, arguments), (second, terms) = seen
         schemas = {each["function"]["name"]: each["function"]["parameters"] for each in STRICT}
         assert json_schemas.follows(arguments, schemas[first])
@@ -613,3 +615,12 @@ def test_unknown_parsers():
     with pytest.raises(ValueError, match="tool_parser='xml': unknown: use one of auto, harmony"):
         RequestLimits(tool_parser="xml")
     assert dataclasses.replace(RequestLimits(), tool_parser="llama3").tool_parser == "llama3"
+
+
+def test_a_response_repeats_a_forced_tool_in_its_own_form(engine):
+    choice = {"type": "function", "name": "find"}
+    tools = [{"type": "function", **each["function"]} for each in STRICT]
+    body = {"input": "a", "max_output_tokens": 2, "tools": tools, "tool_choice": choice}
+    response = TestClient(HttpApplication({"tiny": engine})).post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["tool_choice"] == choice

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from jaxkv.models.mixture import (
+    ExpertInputs,
     MixtureMLP,
     apply_experts_by_token,
     apply_experts_in_blocks,
@@ -25,7 +26,8 @@ in_kernels = jax.jit(
 WAYS = {
     name: jax.jit(
         lambda x, ids, shares, gate_up, down, bias=None, limit=None, of=of: of(
-            x, ids, shares, StoredWeight(gate_up), StoredWeight(down), bias, limit=limit
+            ExpertInputs(x, ids, shares, StoredWeight(gate_up), StoredWeight(down), bias),
+            limit=limit,
         ),
         static_argnames="limit",
     )
@@ -129,9 +131,12 @@ def test_kernels_of_experts(bits, tokens, count, chosen, among, limit):
     )
     bias = jnp.asarray(rng.standard_normal((count, 2, 96)), jnp.float32)
     if limit is None:
-        found, want = in_kernels(x, ids, shares, gate_up, down), oracle(x, ids, shares, ups, downs)
+        found, want = (
+            in_kernels(ExpertInputs(x, ids, shares, gate_up, down)),
+            oracle(x, ids, shares, ups, downs),
+        )
     else:
-        found = in_kernels(x, ids, shares, gate_up, down, bias, limit=limit)
+        found = in_kernels(ExpertInputs(x, ids, shares, gate_up, down, bias), limit=limit)
         rest = bias, np.zeros((count, 64)), limit
         want = oracle_with_biases(x, ids, shares, ups, downs, *rest)
     assert found.dtype == jnp.float32

@@ -223,10 +223,10 @@ def test_the_next_best_prefix_is_used(monkeypatch):
         (_, _, _), (prompt, tokens, _) = turns(engine, parts=(FIRST, SECOND))
         place = engine._slots.place_stored_cache
 
-        def refuse(cache, *given):
+        def fail(cache, *given):
             return None if int(cache.seen[0]) > 100 else place(cache, *given)
 
-        monkeypatch.setattr(engine._slots, "place_stored_cache", refuse)
+        monkeypatch.setattr(engine._slots, "place_stored_cache", fail)
         following = prompt + tokens + THIRD
         assert answer(engine, following) == (alone(policy, following), 95)
 

@@ -33,7 +33,7 @@ from jaxkv.models.layers import (
     multiply_split_k,
     uses_quantised_kernel,
 )
-from jaxkv.models.mixture import MixtureMLP, apply_experts_by_token
+from jaxkv.models.mixture import ExpertInputs, MixtureMLP, apply_experts_by_token
 from jaxkv.models.sources import map_parameter_sources
 from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import ExpertsConfig
@@ -400,7 +400,7 @@ def test_experts_of_more_tokens_than_experts_are_multiplied_in_blocks(as_on_a_gp
     assert as_on_a_gpu == {16: 2}
     ids, shares = mixture.select_experts(x.reshape(10, 64))
     given = (get_stored_weight(mixture, each) for each in ("experts_gate_up", "experts_down"))
-    want = apply_experts_by_token(x.reshape(10, 64), ids, shares, *given)
+    want = apply_experts_by_token(ExpertInputs(x.reshape(10, 64), ids, shares, *given))
     np.testing.assert_allclose(
         out.reshape(10, 64), want, atol=0.01 * float(jax.numpy.abs(want).max())
     )

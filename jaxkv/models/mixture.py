@@ -89,13 +89,13 @@ class MixtureMLP(nnx.Module):
 
     def _compute_expert_outputs(self, x: Tokens, ids: Chosen, shares: Shares) -> Tokens:
         """Return the weighted sum of selected experts, for this device's shard of F, float32, without down's bias."""
-        given = (
-            x,
-            ids,
-            shares,
-            get_stored_weight(self, "experts_gate_up"),
-            get_stored_weight(self, "experts_down"),
-            get_parameter_array(self.experts_gate_up_bias),
+        given = ExpertInputs(
+            x=x,
+            ids=ids,
+            shares=shares,
+            gate_up=get_stored_weight(self, "experts_gate_up"),
+            down=get_stored_weight(self, "experts_down"),
+            bias=get_parameter_array(self.experts_gate_up_bias),
         )
         ways = apply_experts_in_blocks, apply_experts_by_token, apply_experts_on_tensor_cores
         by_blocks, singly, at_once = (
@@ -104,13 +104,14 @@ class MixtureMLP(nnx.Module):
         if ids.size > self.experts.count:
             tokens, chosen = ids.shape
             few = choose_block_rows(tokens, chosen, self.experts.count) <= _KERNEL_ROWS
-            supported = x.dtype.itemsize == 2 and all(map(supports_kernels_on_device, given[3:5]))
+            weights = given.gate_up, given.down
+            supported = x.dtype.itemsize == 2 and all(map(supports_kernels_on_device, weights))
             if not (few and supported):
-                return by_blocks(*given)
-            return lax.platform_dependent(*given, cuda=at_once, default=by_blocks)
+                return by_blocks(given)
+            return lax.platform_dependent(given, cuda=at_once, default=by_blocks)
         # With so few tokens hardly any expert is selected twice. A GPU gathers the selected weights while it
         # multiplies, all experts in one product; a CPU would copy them first.
-        return lax.platform_dependent(*given, cpu=by_blocks, default=singly)
+        return lax.platform_dependent(given, cpu=by_blocks, default=singly)
 
     def select_experts(self, x: Tokens) -> tuple[Chosen, Shares]:
         """Return each token's top-k expert ids `[T, k]`, most probable first, and their float32 weights in the sum."""
@@ -124,20 +125,36 @@ class MixtureMLP(nnx.Module):
         ) if self.experts.normalised else shares
 
 
+class ExpertInputs(NamedTuple):
+    """Tokens, their selected experts, and all experts' weights: what each way to compute a mixture takes, a pytree.
+
+    Attributes:
+        x: `[T, E]` the tokens' vectors.
+        ids: `i32[T, k]` each token's experts.
+        shares: `f32[T, k]` the experts' weights in the sum.
+        gate_up: weight `[X, 2, F, E]` of gates and ups.
+        down: weight `[X, E, F]`.
+        bias: `[X, 2, F]` bias of gates and ups, or None.
+    """
+
+    x: Tokens
+    ids: Chosen
+    shares: Shares
+    gate_up: StoredWeight
+    down: StoredWeight
+    bias: Float[Array, "X 2 F"] | None = None
+
+
 def apply_experts_by_token(
-    x: Tokens,
-    ids: Chosen,
-    shares: Shares,
-    gate_up: StoredWeight,
-    down: StoredWeight,
-    bias: Float[Array, "X 2 F"] | None = None,
+    given: ExpertInputs,
     *,
     limit: float | None = None,
 ) -> Tokens:
     """Compute mixture outputs without down's biases, float32 `[T, E]`, gathering experts' weights; for few tokens.
 
-    `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`.
+    `limit` is that of `ExpertsConfig`.
     """
+    x, ids, shares, gate_up, down, bias = given
 
     def chosen(weights: StoredWeight) -> Float[Array, "T k *rest"]:
         return jax.tree.map(
@@ -157,19 +174,15 @@ def apply_experts_by_token(
 
 
 def apply_experts_in_blocks(
-    x: Tokens,
-    ids: Chosen,
-    shares: Shares,
-    gate_up: StoredWeight,
-    down: StoredWeight,
-    bias: Float[Array, "X 2 F"] | None = None,
+    given: ExpertInputs,
     *,
     limit: float | None = None,
 ) -> Tokens:
     """Compute mixture outputs without down's biases, float32 `[T, E]`, in blocks of one expert's tokens, after a sort.
 
-    `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`.
+    `limit` is that of `ExpertsConfig`.
     """
+    x, ids, shares, gate_up, down, bias = given
     (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
     size = choose_block_rows(tokens, chosen, count)
     blocks, share = _sort_into_blocks(ids, count, size), shares.reshape(-1)
@@ -196,24 +209,20 @@ def apply_experts_in_blocks(
 
 
 def apply_experts_on_tensor_cores(
-    x: Tokens,
-    ids: Chosen,
-    shares: Shares,
-    gate_up: StoredWeight,
-    down: StoredWeight,
-    bias: Float[Array, "X 2 F"] | None = None,
+    given: ExpertInputs,
     *,
     limit: float | None = None,
     interpret: bool = False,
 ) -> Tokens:
     """Compute mixture outputs without down's biases, float32 `[T, E]`, in two kernels for all experts' tokens.
 
-    `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`; `interpret` runs the kernels on any device. A
-    selected expert is read once for 16 of its tokens.
+    `limit` is that of `ExpertsConfig`; `interpret` runs the kernels on any device. A selected expert is read once for
+    16 of its tokens.
     """
     # Imported late because other models need no kernels.
     from pallas_kernels import multiply_blocks_by_tensor_cores
 
+    x, ids, shares, gate_up, down, bias = given
     multiply = functools.partial(multiply_blocks_by_tensor_cores, interpret=interpret)
     (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
     # No selection of experts has more blocks.

@@ -150,10 +150,13 @@ class TranslatedBody(ChatBody):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """Fields by name that an answer may repeat, with tools in the form of responses."""
+        """Fields by name that an answer may repeat, with tools and a forced one in the form of responses."""
         fields = self.model_dump(exclude={"messages", *GRAMMAR_FIELDS})
-        tools = [{"type": "function"} | each["function"] for each in fields["tools"]]
-        return fields | {"tools": tools}
+        fields["tools"] = [{"type": "function"} | each["function"] for each in fields["tools"]]
+        match fields["tool_choice"]:
+            case {"function": dict() as function}:
+                fields["tool_choice"] = {"type": "function"} | function
+        return fields
 
 
 class ResponsesBody(TranslatedBody):

@@ -21,7 +21,7 @@ from jaxkv.serving.requests import mark_future_running
 from jaxkv.serving.work import PrefillWork, RequestWork
 
 # Errors that reject one prompt or document; any other error is the engine's own.
-_REFUSALS = (ValueError, TypeError, MemoryError, OSError)
+_REJECTIONS = (ValueError, TypeError, MemoryError, OSError)
 
 
 class Scheduler:
@@ -194,15 +194,15 @@ class Scheduler:
         if not ready:
             return
         # A policy with random numbers compresses the prompt with the key of each answer.
-        draws = self.slots.session.policy.build_policy_parts().uses_random_key
+        is_random = self.slots.session.policy.build_policy_parts().uses_random_key
         prefix: MatchedPrefix | None = None
         prompts = ready[:1]
         with contextlib.suppress(*MEMORY_ERRORS):
             prefix = self._match_prefix(ready[0])
-            if not (draws or prefix):
+            if not (is_random or prefix):
                 prompts = self._choose_prompts(ready, free)
         rows = {id(each.encoded): row for row, each in enumerate(prompts)}
-        works = prompts if draws else [each for each in ready if id(each.encoded) in rows]
+        works = prompts if is_random else [each for each in ready if id(each.encoded) in rows]
         # They leave the queue only now, so that an error finds them in it.
         for work in works:
             self.waiting.remove(work)
@@ -289,19 +289,19 @@ class Scheduler:
                 # A sequence of a batch is copied once more until it has a slot.
                 self._fill_free_slots()
             self._reading = None
-        except (*_REFUSALS, *MEMORY_ERRORS) as error:
+        except (*_REJECTIONS, *MEMORY_ERRORS) as error:
             for work in reversed(works):
-                self._refuse_work(work, error)
+                self._reject_work(work, error)
             self._reading = None
         for work in works:
             work.prefill_seconds += time.monotonic() - begun
 
-    def _refuse_work(self, work: PrefillWork, error: Exception) -> None:
+    def _reject_work(self, work: PrefillWork, error: Exception) -> None:
         """End a request or document with its prompt's error; one that was read with others waits, to be read alone."""
         if not work.alone:
             work.alone = True
             self.waiting.appendleft(work)
-        elif isinstance(error, _REFUSALS):
+        elif isinstance(error, _REJECTIONS):
             work.fail_with_error(error)
         else:
             raise error
@@ -313,7 +313,7 @@ class Scheduler:
                 try:
                     made = self.documents.add_document(cache, work.encoded.ids[0], work.owner)
                     work.future.set_result(made)
-                except _REFUSALS as error:
+                except _REJECTIONS as error:
                     work.fail_with_error(error)
             return
         if work.new == 0:
@@ -330,9 +330,9 @@ class Scheduler:
                 extras=work.needs_extras,
                 row=work.row,
             )
-        except (*_REFUSALS, *MEMORY_ERRORS) as error:
+        except (*_REJECTIONS, *MEMORY_ERRORS) as error:
             # A sequence of a batch is copied, for which there may be no memory.
-            self._refuse_work(work, error)
+            self._reject_work(work, error)
             return
         work.kept = float(np.mean(cache.kept[:, work.row]))
         full = len(self._running) + len(self._ready) >= self.slots.count
