@@ -80,10 +80,12 @@ class AttentionParameters(nnx.Module):
 class DecoderBlock(nnx.Module):
     """Transformer block without its attention: QKV projections before it, output projection and MLP after it."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(
+        self, config: ModelConfig, spec: LayerSpec, *, dtype: jnp.dtype, weights: jnp.dtype
+    ):
         self.config = config
         self.axes: ShardingMesh | None = None
-        self.spec = LayerSpec()
+        self.spec = spec
         before = config.norms != "after"
         after = config.norms != "before"
         self.attention_norm: Any = _make_norm(config, dtype) if before else None
@@ -254,7 +256,10 @@ class Decoder(nnx.Module):
         narrow = dtype if weights is None else jnp.dtype(weights)
         self.embedding = make_empty_parameter(config.vocab, config.embed, dtype=dtype)
         self.blocks = nnx.List(
-            [DecoderBlock(config, dtype=dtype, weights=narrow) for _ in range(config.layers)]
+            [
+                DecoderBlock(config, config.get_layer_spec(layer), dtype=dtype, weights=narrow)
+                for layer in range(config.layers)
+            ]
         )
         self.norm = _make_norm(config, dtype)
         # Flax decides by the first value whether an attribute is a parameter.
@@ -361,8 +366,8 @@ class SplitDecoder:
 
     Attributes:
         ends: parameters of embedding, final norm and output matrix.
-        blocks: one tuple of parameters per block, all of the same structure.
-        graphs: graph definitions of the ends and of the first block, passed as static arguments.
+        blocks: one tuple of parameters per block; those of layers with equal specs have the same structure.
+        graphs: graph definitions of the ends and of the blocks, passed as static arguments.
         config: the decoder's config.
         axes: axes of the parameters' mesh, or None.
         on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
@@ -385,9 +390,13 @@ class SplitDecoder:
         parts = [nnx.split(block) for block in decoder.blocks]
         self.blocks: tuple[Leaves, ...] = tuple(tuple(jax.tree.leaves(state)) for _, state in parts)
         self.axes = ShardingMesh.get_array_mesh(self.ends[0])
+        of_blocks = {
+            block.spec: ModuleGraph(graph, jax.tree.structure(state))
+            for block, (graph, state) in zip(decoder.blocks, parts, strict=True)
+        }
         self.graphs = DecoderGraphs(
             of_ends=ModuleGraph(ends_graph, jax.tree.structure(ends)),
-            of_block=ModuleGraph(parts[0][0], jax.tree.structure(parts[0][1])),
+            of_blocks=tuple(of_blocks.items()),
             axes=self.axes,
             spec=self.config.get_layer_spec(0),
         )
@@ -443,22 +452,22 @@ class ModuleGraph:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class DecoderGraphs:
-    """Static graphs of a decoder's ends and of one block, with mesh axes and the block's `LayerSpec`.
+    """Static graphs of a decoder's ends and blocks, with mesh axes and one layer's `LayerSpec`.
 
     Attributes:
         of_ends: graph of the ends.
-        of_block: graph of a block.
+        of_blocks: pairs of each distinct `LayerSpec` and the graph of its blocks.
         axes: mesh axes of the parameters; None on one device.
-        spec: `LayerSpec` of the block's layer.
+        spec: `LayerSpec` of the layer whose block is rebuilt.
     """
 
     of_ends: ModuleGraph
-    of_block: ModuleGraph
+    of_blocks: tuple[tuple[LayerSpec, ModuleGraph], ...]
     axes: ShardingMesh | None
     spec: LayerSpec
 
     def replace_layer_spec(self, spec: LayerSpec) -> "DecoderGraphs":
-        """Return a copy of the `DecoderGraphs` with another `LayerSpec` for the block."""
+        """Return a copy of the `DecoderGraphs` for a layer with another `LayerSpec`."""
         return dataclasses.replace(self, spec=spec)
 
     def rebuild_embedding_and_head(self, leaves: Leaves) -> EmbeddingAndHead:
@@ -469,8 +478,7 @@ class DecoderGraphs:
 
     def rebuild_block(self, leaves: Leaves) -> DecoderBlock:
         """Rebuild a `DecoderBlock` with the arrays `leaves` as its parameters; on a mesh, with one device's config."""
-        bound = self.of_block.rebuild_module(leaves)
-        bound.spec = self.spec
+        bound = dict(self.of_blocks)[self.spec].rebuild_module(leaves)
         if self.axes is not None:
             bound.axes, bound.config = (
                 self.axes,
