@@ -3,7 +3,8 @@
     python -m benchmarks.soak_prefixes [--conversations 1000]
 
 Conversations of one to five turns, many with the same first text, are held by twelve threads at once, under policies
-that keep or select among all entries. Every prompt is asked of an engine that reuses prefixes within eight
+that keep every entry and attend to all of them (Quest and OmniKV read answers sparsely, so that a conversation goes on
+as a `Session` would, not as its whole text). Every prompt is asked of an engine that reuses prefixes within eight
 conversations' bytes, and again of one that does not. The model is a tiny random one.
 """
 
@@ -29,7 +30,7 @@ MODEL = jaxkv.ModelConfig(
     heads=6,
     kv_heads=2,
     head_dim=8,
-    max_positions=512,
+    max_positions=1024,
 )
 LIMITS = {
     "slots": 8,
@@ -41,8 +42,7 @@ LIMITS = {
 NONE = PrefixCacheConfig(policies="none")
 POLICIES = {
     "full": jaxkv.FullKV(),
-    "quest": jaxkv.Quest(budget=64, page=4, dense_layers=1),
-    "omnikv": jaxkv.OmniKV(budget=64, filter_layers=(0,), adjacent=0),
+    "knorm, budget above all": jaxkv.KNorm(budget=512),
 }
 
 
