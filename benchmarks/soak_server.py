@@ -1,6 +1,6 @@
 """A server under clients of all kinds at once: none hangs, no answer is lost, each is what a quiet server gives.
 
-    python -m benchmarks.soak_server [--minutes 20] [--compared 1000]
+    python -m benchmarks.soak_server [--minutes 20] [--compared 1000] [--model NAME]
 
 Threads hold conversations, post documents, ask for penalties, log-probabilities, JSON and scored prompts, break off
 streams, send bodies that are wrong, and flood the queue. Afterwards a part of the answers, greedy or with a seed, is
@@ -268,11 +268,11 @@ def is_tie(port, path, body, text, other):
     return False
 
 
-def compare(answers, count):
+def compare(model, answers, count):
     """Asks a part of the answers again of a plain server; returns how many were compared, ties and differences."""
     chosen = random.Random(1).sample(answers, min(count, len(answers)))
     found = collections.Counter(compared=len(chosen))
-    with serving(MODEL, POLICIES, slots=SLOTS, limits=LIMITS | PLAIN) as (port, _):
+    with serving(model, POLICIES, slots=SLOTS, limits=LIMITS | PLAIN) as (port, _):
 
         def one(row):
             path, body, text = row
@@ -303,9 +303,10 @@ def main():
     )
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--compared", type=int, default=1000)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "soak_server.json")
     given = parser.parse_args()
-    with serving(MODEL, POLICIES, slots=SLOTS, limits=LIMITS | SHARED) as (port, process):
+    with serving(given.model, POLICIES, slots=SLOTS, limits=LIMITS | SHARED) as (port, process):
         soak = Soak(port, time.monotonic() + 60 * given.minutes)
         memory = []
         with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
@@ -326,11 +327,12 @@ def main():
         print("fault:", str(each)[:1000], flush=True)
     found = {
         "machine": record.machine(),
+        "model": given.model,
         "minutes": given.minutes,
         "counts": dict(soak.counts),
         "memory": {"quarter": memory[len(memory) // 4], "end": memory[-1], "most": max(memory)},
         "faults": len(soak.faults),
-        "compared": compare(soak.answers, given.compared),
+        "compared": compare(given.model, soak.answers, given.compared),
     }
     record.save(given.out, found)
     print(json.dumps(found, indent=1))
