@@ -40,8 +40,9 @@ from jaxkv.text.prompts import Prompt, encode_prompts
 from jaxkv.text.shown import KeptTokensDisplay, decode_token_texts, join_equally_kept_tokens
 from jaxkv.text.tokenizer import ChatTokenizer
 
-# Buffers that some exporters write: rotations, which are computed from the config instead, and constants of xIELU.
-_DERIVED = re.compile(r"(rotary_emb\.inv_freq|mlp\.act_fn\.(beta|eps))$")
+# Tensors that are not read: rotations, which are computed from the config instead, constants of xIELU, and layers that
+# predict several tokens.
+_UNREAD = re.compile(r"(rotary_emb\.inv_freq|mlp\.act_fn\.(beta|eps))$|\bmtp(\b|_)")
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
 _HEAD = "lm_head.weight"
@@ -308,7 +309,8 @@ def load_parameters(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None 
     )
     parameters = dict(named_parameters(decoder))
     places = {source.name for of in sources.values() for source in of}
-    names = {name for name in checkpoint.tensor_names if not _DERIVED.search(name)}
+    names = {name for name in checkpoint.tensor_names if not _UNREAD.search(name)}
+    names -= _find_predicting_layers(names, decoder.config.layers, checkpoint.config)
     # Some exporters write the tied matrix twice.
     twice = decoder.head is None and _HEAD in names
     names -= {_HEAD} if twice else set()
@@ -353,6 +355,14 @@ def load_parameters(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None 
         path: parameters[next(iter(_list_scale_paths(path, parameters)), path)] for path in sources
     }
     _check_finite({of: held[path].get_value() for path, of in sources.items()})
+
+
+def _find_predicting_layers(names: set[str], layers: int, config: Mapping[str, Any]) -> set[str]:
+    """Return the tensors of the layers that predict several tokens, as many as the config says behind its layers."""
+    keys = ("num_nextn_predict_layers", "num_mtp_layers")
+    more = max(config.get(key) or 0 for key in keys)
+    found = ((name, _LAYER.match(name)) for name in names)
+    return {name for name, at in found if at and layers <= int(at[1]) < layers + more}
 
 
 def _list_scale_paths(path: str, parameters: Mapping[str, Any]) -> list[str]:

@@ -114,7 +114,8 @@ def tiny_model(
     decoder = Decoder(config, dtype=jnp.dtype(dtype))
     for path, parameter in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
         names = [part for part in path if part != "value"]
-        size = parameter.get_value().shape
+        like = parameter.get_value()
+        size = like.shape
         at = decoder
         for part in names:
             at = at[part] if isinstance(part, int) else getattr(at, part)  # type: ignore[call-overload,index]
@@ -125,7 +126,7 @@ def tiny_model(
         else:
             gain = {"q": 1.6, "kv": 1.6, "embedding": size[-1] ** 0.5}.get(str(names[-1]), 1.0)
             value = gain * rng.standard_normal(size) / size[-1] ** 0.5
-        at.set_value(jnp.asarray(value, dtype))  # type: ignore[attr-defined]
+        at.set_value(jnp.asarray(value, like.dtype))  # type: ignore[attr-defined]
     return LanguageModel(decoder, text=None, name=f"tiny-{seed}")
 
 

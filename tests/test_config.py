@@ -14,6 +14,7 @@ from test_families import (
     FALCON_7B,
     GEMMA_7B,
     MIXTRAL,
+    NEEDED,
     PHI_4,
     QWEN3_30B,
     SMOLLM3_3B,
@@ -24,7 +25,7 @@ from jaxkv.checkpoints import list_model_types
 from jaxkv.checkpoints.hub_config import _MISSING, FAMILIES, IGNORED
 from jaxkv.checkpoints.text_part import extract_text_config
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import Llama3Rope, Ministral3Rope, Rope
+from jaxkv.models.values import ExpertsConfig, Llama3Rope, Ministral3Rope, Rope
 from jaxkv.planning.catalog import catalog
 
 # Of the classes in transformers: equal magnitudes, so that cosines and sines keep theirs.
@@ -42,6 +43,8 @@ APERTUS = Llama3Rope(
     high_freq_factor=4.0,
     original_max_position=8192,
 )
+ALPHA = {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}
+HUNYUAN = ExpertsConfig(count=8, chosen=2, shared=11008)
 MODELS = Path(__file__).parent / "golden" / "models"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -97,13 +100,18 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
 
 # Keys that another one beside them overrides, or that act only with another rotary embedding or window.
 OVERRIDDEN = {
+    "dots1": "sliding_window",
+    "ernie4_5_moe": "moe_layer_end_index",
     "exaone4": "sliding_window sliding_window_pattern",
+    "exaone_moe": "sliding_window sliding_window_pattern",
     "falcon": "num_kv_heads",
+    "mellum": "intermediate_size sliding_window",
     "olmo3": "sliding_window",
     "phi3": "original_max_position_embeddings",
     "qwen2": "use_sliding_window",
+    "qwen2_moe": "intermediate_size sliding_window use_sliding_window",
     "qwen3": "use_sliding_window",
-    "qwen3_moe": "use_sliding_window",
+    "qwen3_moe": "intermediate_size use_sliding_window",
     "smollm3": "use_sliding_window no_rope_layer_interval",
 }
 
@@ -112,7 +120,7 @@ OVERRIDDEN = {
 def test_every_field_of_a_class_is_honoured_harmless_or_rejected(kind):
     from transformers import AutoConfig
 
-    raw = AutoConfig.for_model(kind).to_dict()
+    raw = AutoConfig.for_model(kind, **NEEDED.get(kind, {})).to_dict()
     plain = ModelConfig.from_hf(copy.deepcopy(raw))
     harmless = {*IGNORED, *f"{FAMILIES[kind].ignored} {OVERRIDDEN.get(kind, '')}".split()}
     without_effect = set()
@@ -170,6 +178,10 @@ def test_every_field_of_a_class_is_honoured_harmless_or_rejected(kind):
         ("starcoder2", {}, "sliding_windows", (None, None)),
         ("ministral3", {}, "rope", MINISTRAL),
         ("apertus", {}, "rope", APERTUS),
+        ("glm4_moe", {"first_k_dense_replace": 0}, "rope", Rope(share=0.5)),
+        ("minimax_m2", {"rotary_dim": 64}, "rope", Rope(theta=5e6, share=0.5)),
+        ("hunyuan_v1_dense", {"rope_scaling": ALPHA}, "rope", Rope(theta=1e4 * 50 ** (32 / 30))),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [2] * 32}, "experts", HUNYUAN),
     ],
 )
 def test_what_is_left_out(family, keys, name, value):
@@ -210,13 +222,17 @@ REFUSED = [
     (GEMMA_7B, {"use_bidirectional_attention": True}),
     (GEMMA_2, {"attn_logit_softcapping": 0.0}),
     (MIXTRAL, {"num_local_experts": 0}),
-    (QWEN3_30B, {"decoder_sparse_step": 2}),
     (QWEN3_30B, {"shared_expert_intermediate_size": 8}),
     (PHI_4, {"layer_types": ["sliding_attention"] * 40}),
     (SMOLLM3_3B, {"sliding_window": 512, "use_sliding_window": True}),
     (SMOLLM3_3B, {"no_rope_layers": [2] * 36}),
     (APERTUS_8B, {"hidden_act": "silu"}),
     (APERTUS_8B, {"post_norm": True}),
+    ({"model_type": "olmoe"}, {"clip_qkv": 8.0}),
+    ({"model_type": "ernie4_5_moe"}, {"use_bias": True}),
+    ({"model_type": "glm4_moe"}, {"scoring_func": "softmax"}),
+    ({"model_type": "qwen2_moe"}, {"mlp_only_layers": [24]}),
+    ({"model_type": "hy_v3"}, {"mlp_layer_types": ["sparse"]}),
     (APERTUS_8B, {"mlp_bias": True}),
     *((None, {"model_type": kind}) for kind in (["llama"], "gpt2")),
 ]
@@ -258,10 +274,11 @@ ABSENT = {
     "state": "nemotron_h granitemoehybrid olmo_hybrid falcon_h1 lfm2 kimi_linear jamba zamba2",
     "head dims": "gemma4 gemma4_text",
     "share entries": "gemma3n",
-    "sigmoid": "glm4_moe minimax_m2 bailing_moe_v2 ernie4_5_moe hy_v3 dots1 exaone_moe",
-    "router": "olmoe qwen2_moe granitemoe phimoe cohere2_moe mellum",
+    "one tensor": "bailing_moe bailing_moe_v2",
+    "gate": "afmoe",
+    "averaged": "cohere2_moe",
+    "clipped": "dbrx",
     "widths": "mimo_v2_flash step3p5",
-    "after": "hunyuan_v1_dense",
     "several tokens": "mimo",
     "bias": "phi",
 }

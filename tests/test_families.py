@@ -1,5 +1,6 @@
 """Families beside Llama's: what their configs say."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 import jaxkv
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder
+from jaxkv.models.decoder import Decoder, named_parameters
 from jaxkv.models.values import ExpertsConfig, LayerSpec, NoRope, Rope
 from jaxkv.planning.catalog import catalog
+from jaxkv.planning.memory_sizes import list_parameters
 
 # As published: every key but those that name versions of libraries; the catalogue has what it plans.
 FALCON_7B, FALCON_40B, MIXTRAL, QWEN3_30B, PHI_4, PHI_4_MINI, SMOLLM3_3B = (
@@ -179,6 +181,16 @@ def test_published_counts_of_parameters(published, count):
     assert Decoder(ModelConfig.from_hf(published), dtype="bfloat16").nbytes == 2 * count
 
 
+# Keys without which a class has no valid config, or no dense layer.
+NEEDED = {
+    "glm4_moe": {"head_dim": 128},
+    "dots1": {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+}
 # Of transformers' classes on torch's meta device, with their default sizes, or those of StableLM 2 12B.
 COUNTS = {
     "apertus": 6_979_596_352,
@@ -190,6 +202,28 @@ COUNTS = {
     "seed_oss": 28_921_040_896,
     "stablelm": 11_630_694_400,
     "starcoder2": 3_030_371_328,
+}
+# Of mixtures with correction biases, which are buffers there, and what their classes need to be told.
+MIXTURES = {
+    "dots1": (161_206_276_032 + 7_808, NEEDED["dots1"]),
+    "ernie4_5_moe": (21_825_437_888, {}),
+    "exaone_moe": (28_550_639_616 + 1_984, {}),
+    "flex_olmo": (33_270_665_216, {}),
+    "glm4_moe": (106_851_586_048 + 5_760, NEEDED["glm4_moe"]),
+    "granitemoe": (37_039_116_288, {}),
+    "granitemoeshared": (37_441_769_472, {"shared_intermediate_size": 1024}),
+    "hunyuan_v1_dense": (8_859_684_864, {}),
+    "hunyuan_v1_moe": (
+        83_056_922_624,
+        {"num_experts": 64, "moe_topk": 8, "intermediate_size": 3072},
+    ),
+    "hy_v3": (295_033_528_320 + 15_168, {}),
+    "mellum": (12_149_923_072, {}),
+    "minimax_m2": (228_689_748_992 + 15_872, {}),
+    "olmoe": (13_361_612_800, {}),
+    "phimoe": (41_873_153_344, {"attention_bias": True, "lm_head_bias": True}),
+    "qwen2_moe": (14_315_784_192, {}),
+    "solar_open": (102_651_793_408 + 6_144, {}),
 }
 STABLELM_12B = {
     "hidden_size": 5120,
@@ -205,6 +239,17 @@ STABLELM_12B = {
 def test_counts_of_parameters_are_those_of_the_class(kind, count):
     config = {"model_type": kind, **(STABLELM_12B if kind == "stablelm" else {})}
     assert Decoder(ModelConfig.from_hf(config), dtype="bfloat16").nbytes == 2 * count
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_counts_of_parameters_of_mixtures(kind):
+    """Layers of several kinds, which a plan counts by their numbers."""
+    count, keys = MIXTURES[kind]
+    config = ModelConfig.from_hf({"model_type": kind, **keys})
+    held = list_parameters(config, "bfloat16")
+    assert sum(each.copies * math.prod(each.shape) for each in held) == count
+    decoder = Decoder(config, dtype="bfloat16")
+    assert sum(each.get_value().size for _, each in named_parameters(decoder)) == count
 
 
 def test_what_is_read():
@@ -255,6 +300,29 @@ def test_what_is_read():
     assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == ExpertsConfig(
         count=64, chosen=8, normalised=False
     )
+
+
+@pytest.mark.parametrize(
+    "kind, keys, dense",
+    [
+        ("glm4_moe", NEEDED["glm4_moe"] | {"first_k_dense_replace": 2}, "dd...."),
+        ("qwen2_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 3}, "dd.dd."),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, "...d.."),
+        (
+            "ernie4_5_moe",
+            {"moe_layer_start_index": 1, "moe_layer_end_index": 4, "moe_layer_interval": 2},
+            "d.d.dd",
+        ),
+        ("hy_v3", {"mlp_layer_types": ["dense", "sparse"] * 3}, "d.d.d."),
+        ("mixtral", {}, "......"),
+    ],
+)
+def test_layers_of_a_mixture_may_be_dense(kind, keys, dense):
+    config = ModelConfig.from_hf(
+        {"model_type": kind, "num_hidden_layers": 6, "intermediate_size": 77} | keys
+    )
+    found = [config.get_layer_spec(layer).dense_hidden for layer in range(6)]
+    assert found == [77 if each == "d" else None for each in dense]
 
 
 FUSED = "transformer.h.1.self_attention.query_key_value.weight"

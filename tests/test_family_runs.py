@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import running
+import slot_runs
 import tiny
-from meshes import mesh_of, new_programs, positions, prompts
+from meshes import KINDS, mesh_of, new_programs, positions, prompts, roomy
 
 import jaxkv
 from jaxkv.analysis import similarity
-from jaxkv.models.values import ExpertsConfig, Ministral3Rope, Rope
+from jaxkv.models.values import ExpertsConfig, LayerSpec, Ministral3Rope, Rope
 from jaxkv.testing import check_policy
 
 SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
@@ -62,6 +63,29 @@ SHAPES = {
         qk_layer_norm=True,
         rope=Rope(share=0.25),
     ),
+    # A dense layer of its own width, then experts in groups beside shared ones.
+    "glm4-moe": dataclasses.replace(
+        SMALL,
+        layers=3,
+        hidden=16,
+        qk_norm=True,
+        qkv_bias=True,
+        kinds=(
+            LayerSpec(rope=Rope(share=0.5), dense_hidden=32),
+            *(LayerSpec(rope=Rope(share=0.5)),) * 2,
+        ),
+        experts=ExpertsConfig(
+            count=8,
+            chosen=3,
+            sigmoid=True,
+            corrected=True,
+            groups=4,
+            chosen_groups=2,
+            scale=1.5,
+            shared=24,
+        ),
+    ),
+    "hunyuan": dataclasses.replace(SMALL, qk_norm=True, qk_norm_rotated=True, head_bias=True),
     "qwen3-moe": dataclasses.replace(
         SMALL, hidden=16, qk_norm=True, experts=ExpertsConfig(count=8, chosen=4, normalised=False)
     ),
@@ -78,6 +102,7 @@ POLICIES = {
     "criticalkv": jaxkv.CriticalKV(base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8))),
     "pyramidkv": jaxkv.PyramidKV(budget=16, window=8),
     "expected": jaxkv.ExpectedAttention(budget=16),
+    "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
 }
 
 
@@ -87,6 +112,7 @@ POLICIES = {
         ("falcon-40b", "criticalkv"),
         ("glm4", "expected"),
         ("ministral3", "expected"),
+        ("hunyuan", "criticalkv"),
     ],
 )
 def test_policies_keep_their_promises(name, policy):
@@ -100,6 +126,7 @@ def test_policies_keep_their_promises(name, policy):
         ("falcon-7b", "snapkv"),
         ("mixtral", "pyramidkv"),
         ("ministral3", "snapkv"),
+        ("glm4-moe", "snapkv"),
     ],
 )
 def test_kernels_generate_what_xla_does(name, policy):
@@ -121,6 +148,8 @@ def test_kernels_generate_what_xla_does(name, policy):
         ("apertus", 2),
         ("ministral3", 2),
         ("stablelm-12b", 1),
+        ("glm4-moe", 2),
+        ("hunyuan", 2),
     ],
 )
 def test_meshes(name, sums):
@@ -141,6 +170,40 @@ def test_meshes(name, sums):
         if kind == "all-reduce" and shape == (1, 1, 24)
     ]
     assert loops and len(sent) == len(loops) * (1 + sums * of.config.layers)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_policy_over_layers_of_two_kinds(name, tmp_path):
+    """Over a mixture with a dense layer first: alone, in a batch, in slots, on a mesh, and from a saved cache."""
+    model, policy = model_of("glm4-moe"), roomy(name)
+    given = slot_runs.requests(1, 5, shortest=33)
+    ids = [each.prompt for each in given[:2]]
+    options = {"policy": policy, "max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+    cache = jaxkv.prefill(model, ids, policy=policy, progress=False)
+    cache.save(tmp_path / "cache")
+    out = [
+        [jaxkv.generate(model, [each], **options).tokens.tolist()[0] for each in ids],
+        jaxkv.generate(model, ids, **options).tokens.tolist(),
+        jaxkv.generate(model, ids, mesh=mesh_of(2, 4), **options).tokens.tolist(),
+        _continue(model, cache),
+        _continue(model, jaxkv.KVCache.load(tmp_path / "cache")),
+    ]
+    assert all(each == out[0] for each in out)
+    slots = slot_runs.made(model, policy, start=False)
+    slots.compile_programs(lengths=False)
+    slot_runs.check(model, policy, given, slots=slots)
+
+
+def _continue(model, cache):
+    """The next tokens of a cache, sampled greedily."""
+    _, tokens = jaxkv.Session(model, cache.policy).sample(cache, NEW)
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["expected", "rolling"])
+def test_keys_that_are_scaled_behind_their_rotation_are_not_turned(name):
+    with pytest.raises(ValueError, match="^policy=.*behind RoPE"):
+        jaxkv.prefill(model_of("hunyuan"), prompts(3, LENGTHS), policy=POLICIES[name])
 
 
 def test_filter_layers_are_looked_for():

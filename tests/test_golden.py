@@ -48,7 +48,8 @@ DECODED = ("falcon_7b", "llama_gqa8", "llama_mha", "llama_mqa", "qwen3_moe_fused
 PREFILLED = (
     *("cohere", "exaone4_full", "gemma", "gemma3_images", "glm4_yarn", "internlm3"),
     *("gpt_oss_mxfp4", "llama_bf16", "llama_linear", "llama_llama3", "llama_yarn"),
-    *("mistral3_images", "seed_oss"),
+    *("dots1", "exaone_moe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
+    *("hy_v3", "mellum", "mistral3_images", "olmoe", "seed_oss", "solar_open"),
     *("mistral", "olmo2", "olmo3_yarn", "phi3", "phi3_short", "qwen2", "qwen2_window", "qwen3"),
 )
 

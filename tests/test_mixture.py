@@ -1,13 +1,16 @@
 """Mixtures of experts: the rows of a plain loop, none dropped those who is chosen, and no more work than that."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax import lax
 
+from jaxkv.models.decoder import named_parameters
 from jaxkv.models.mixture import (
     ExpertInputs,
     MixtureMLP,
@@ -20,6 +23,7 @@ from jaxkv.models.mixture import (
 from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import ExpertsConfig
 
+SMALL = tiny.shape(layers=1, kv_heads=1, group=1, dim=8)
 in_kernels = jax.jit(
     functools.partial(apply_experts_on_tensor_cores, interpret=True), static_argnames="limit"
 )
@@ -157,11 +161,110 @@ def test_biases_and_a_limit(way, tokens, count, chosen):
     np.testing.assert_allclose(found, oracle_with_biases(*of, up_bias, down_bias, 0.75), atol=4e-6)
 
 
-def test_the_routers_bias_chooses():
+def mixture_of(experts, width=4):
+    """A mixture of hidden width 4 without arrays."""
+    config = dataclasses.replace(SMALL, embed=width, hidden=4, experts=experts)
     kinds = jnp.dtype("float32")
-    mixture = MixtureMLP(
-        4, 4, ExpertsConfig(count=5, chosen=2, bias=True), dtype=kinds, weights=kinds
-    )
+    return MixtureMLP(config, dtype=kinds, weights=kinds)
+
+
+def choose(logits, correction, experts):
+    """A token's experts and their weights, in plain loops and float64."""
+    if experts.jitter is not None:
+        ids, shares = [], []
+        for _ in range(2):
+            left = [each for each in range(len(logits)) if each not in ids]
+            best = max(left, key=lambda each: logits[each])
+            top = logits[best]
+            close = [
+                each
+                for each in left
+                if (top - logits[each]) / max(abs(logits[each]), top) <= 2 * experts.jitter
+            ]
+            ids.append(best)
+            shares.append(1 / sum(np.exp(logits[each] - top) for each in close))
+        return ids, shares
+    grown = np.exp(logits)
+    scores = grown / (1 + grown) if experts.sigmoid else grown / grown.sum()
+    ranked = scores + correction
+    size = experts.count // experts.groups
+    groups = [range(first, first + size) for first in range(0, experts.count, size)]
+    worth = [sum(sorted(ranked[list(each)])[-experts.leaders :]) for each in groups]
+    inside = [groups[each] for each in np.argsort(worth)[::-1][: experts.chosen_groups]]
+    left = sorted((each for group in inside for each in group), key=lambda each: -ranked[each])
+    shares = scores[left[: experts.chosen]] * experts.scale
+    if experts.normalised:
+        shares = shares / scores[left[: experts.chosen]].sum()
+    return left[: experts.chosen], shares
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        ExpertsConfig(count=8, chosen=3, sigmoid=True, corrected=True, scale=2.5),
+        ExpertsConfig(count=8, chosen=3, corrected=True, groups=4, chosen_groups=2),
+        ExpertsConfig(count=8, chosen=3, groups=4, chosen_groups=2, leaders=1, normalised=False),
+        ExpertsConfig(count=8, chosen=2, jitter=0.2),
+    ],
+    ids=["sigmoid", "groups", "groups by their best", "SparseMixer"],
+)
+def test_routers(experts):
+    rng = np.random.default_rng(3)
+    router, x = rng.standard_normal((8, 12)), rng.standard_normal((50, 12))
+    correction = 0.3 * rng.standard_normal(8) if experts.corrected else np.zeros(8)
+    mixture = mixture_of(experts, width=12)
+    mixture.router.set_value(jnp.asarray(router, jnp.float32))
+    if experts.corrected:
+        mixture.correction.set_value(jnp.asarray(correction, jnp.float32))
+    ids, shares = mixture.select_experts(jnp.asarray(x, jnp.float32))
+    plain = mixture_of(ExpertsConfig(count=8, chosen=experts.chosen), width=12)
+    plain.router.set_value(mixture.router[...])
+    differ = 0
+    for row, logits in enumerate(x @ router.T):
+        chosen, weights = choose(logits, correction, experts)
+        assert ids[row].tolist() == chosen
+        np.testing.assert_allclose(shares[row], weights, rtol=2e-5)
+        differ += {*chosen} != {*plain.select_experts(jnp.asarray(x, jnp.float32))[0][row].tolist()}
+    # Of tokens in a group that is not chosen, or with another order; SparseMixer's two are the two highest.
+    assert differ > 5 or experts.jitter
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"groups": 3}, "groups"),
+        ({"groups": 4, "chosen_groups": 5}, "chosen_groups"),
+        ({"groups": 4, "chosen": 3}, "chosen"),
+        ({"groups": 8, "chosen": 1}, "leaders"),
+        ({"chosen": 3, "jitter": 0.1}, "jitter"),
+        ({"shared": 0}, "shared"),
+    ],
+)
+def test_choices_that_are_none(fields, name):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        ExpertsConfig(**{"count": 8, "chosen": 2} | fields)
+
+
+def test_shared_experts_run_for_every_token():
+    """Beside the others, times the sigmoid of a gate."""
+    rng = np.random.default_rng(5)
+    experts = ExpertsConfig(count=4, chosen=2, shared=6, shared_gate=True)
+    mixture = mixture_of(experts)
+    for _, parameter in named_parameters(mixture):
+        held = rng.standard_normal(parameter.get_value().shape)
+        parameter.set_value(jnp.asarray(held, jnp.float32))
+    x = jnp.asarray(rng.standard_normal((2, 3, 4)), jnp.float32)
+    flat = x.reshape(-1, 4)
+    held = mixture.experts_gate_up[...], mixture.experts_down[...]
+    want = oracle(flat, *mixture.select_experts(flat), *held)
+    gates, ups = np.einsum("tfe,ne->tnf", mixture.shared.gate_up[...], flat)
+    beside = gates / (1 + np.exp(-gates)) * ups @ np.asarray(mixture.shared.down[...]).T
+    want += beside / (1 + np.exp(-flat @ mixture.shared_gate[...].T))
+    np.testing.assert_allclose(mixture(x).reshape(-1, 4), want, atol=2e-5)
+
+
+def test_the_routers_bias_chooses():
+    mixture = mixture_of(ExpertsConfig(count=5, chosen=2, bias=True))
     mixture.router.set_value(jnp.zeros((5, 4)))
     mixture.router_bias.set_value(jnp.asarray([0.0, 3, 1, 2, 0]))
     ids, shares = mixture.select_experts(jnp.ones((2, 4)))
@@ -171,13 +274,7 @@ def test_the_routers_bias_chooses():
 
 
 def test_the_router_takes_the_lowest_of_equals():
-    mixture = MixtureMLP(
-        4,
-        4,
-        ExpertsConfig(count=5, chosen=2),
-        dtype=jnp.dtype("float32"),
-        weights=jnp.dtype("float32"),
-    )
+    mixture = mixture_of(ExpertsConfig(count=5, chosen=2))
     mixture.router.set_value(jnp.asarray([[0.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4, [-1.0] * 4]))
     ids, shares = mixture.select_experts(jnp.ones((2, 4)))
     assert ids.tolist() == [[1, 2], [1, 2]]

@@ -15,7 +15,7 @@ Config = Mapping[str, Any]
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Families whose sliding-window layers have a rotary embedding of their own.
-TWO_ROPES = ("gemma3_text", "olmo3")
+TWO_ROPES = ("gemma3_text", "mellum", "olmo3")
 
 
 @frozen_dataclass
@@ -32,6 +32,7 @@ class ModelFamily:
         aliases: other names of the family's keys.
         names: the family's names of keys, by Llama's.
         switches: fields of `ModelConfig` that no key changes.
+        experts: fields of `ExpertsConfig` that no key changes.
         layers: prefix of the names of its layers' tensors.
         tensors: names of its tensors by parameter, if not Llama's.
     """
@@ -45,6 +46,7 @@ class ModelFamily:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layers: str = "model.layers"
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

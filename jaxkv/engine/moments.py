@@ -76,7 +76,7 @@ def sum_attention_in_blocks(
         at = jnp.minimum(position, padded_len - 1)
         normed = block.normalise_for_attention(jnp.take(x, at, axis=1))
         by = table.gather_positions(at[None])
-        k = apply_rope(block.compute_keys_values(normed)[0], by, normed.dtype)
+        k = block.rotate_keys(block.compute_keys_values(normed)[0], by, normed.dtype)
         inside = position < (length - needs.last)[:, None]
         return attention.sum_attention_in_block(
             block.compute_rotated_queries(normed, by), k, inside, zeros=needs.zeros

@@ -194,7 +194,7 @@ class PrefillBytes:
         before = texts + min(replay.tail, self.padded_len)
         tokens = self.batch * (chunk + max(QUERY_BLOCK, before))
         each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
-        each += (4 * (1 + config.gated) + self.item) * config.hidden
+        each += (4 * (1 + config.gated) + self.item) * max(config.mlp_widths)
         # Logits of a block of queries over a chunk and sinks, or over a sliding window and the tokens of the pass.
         keys = chunk + max(QUERY_BLOCK // 2, min(replay.sinks, self.padded_len))
         keys += max(width or 0 for width in config.sliding_windows) and before
@@ -328,18 +328,21 @@ class PrefillBytes:
             )
         if top:
             return max(attend, self._scoring_block_bytes)
-        # A mixture of experts runs an expert on `choose_block_rows` tokens at a time, next to the float32 sums of all
-        # tokens.
-        rows = tokens
-        sums = self.item
-        weights = 0
-        if config.experts is not None:
-            rows = choose_block_rows(tokens, config.experts.chosen, config.experts.count)
-            sums = 4
-            # The weights of one expert, sliced from the stacked weights.
-            weights = (2 + config.gated) * config.hidden * config.embed * self.item
-        # The MLP's inner products and output and the residual stream are float32.
-        inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden
-        inner += tokens * sums * config.embed + weights
+        inner = self._compute_mlp_bytes(tokens)
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
         return max(attend, self._scoring_block_bytes, finish)
+
+    def _compute_mlp_bytes(self, tokens: int) -> int:
+        """Return the bytes of the largest MLP's float32 inner products for `tokens` tokens, and of its output."""
+        config = self.config
+        experts = config.experts
+        each = 4 * (1 + config.gated) + self.item
+        if experts is None:
+            return tokens * (each * config.hidden + self.item * config.embed)
+        # A mixture runs an expert on a few tokens at a time, with a slice of the stacked weights, beside float32 sums.
+        rows = choose_block_rows(tokens, experts.chosen, experts.count)
+        weights = (2 + config.gated) * config.embed * self.item
+        block = (rows * each + weights) * config.hidden
+        specs = map(config.get_layer_spec, range(config.layers))
+        dense = max(experts.shared or 0, *(spec.dense_hidden or 0 for spec in specs))
+        return max(block, tokens * each * dense) + 4 * tokens * config.embed

@@ -14,7 +14,7 @@ from jaxkv.engine.moments import compute_prompt_query_moments, sum_attention_in_
 from jaxkv.engine.segments import restrict_to_window
 from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves
 from jaxkv.models.layers import get_float_weight
-from jaxkv.models.rope import RopeTables, apply_rope
+from jaxkv.models.rope import RopeTables
 from jaxkv.policies.scorer import ExtraInputs, Needs
 from jaxkv.sharding.collectives import average_over_devices
 
@@ -307,7 +307,7 @@ def _project_keys_values(
 ) -> tuple[Array, ...]:
     """Return rotated keys and values of normed hidden states; with `unrotated`, also the keys before RoPE."""
     raw, v = block.compute_keys_values(normed)
-    k = apply_rope(raw, by, normed.dtype)
+    k = block.rotate_keys(raw, by, normed.dtype)
     return (k, v, raw.astype(normed.dtype)) if unrotated else (k, v)
 
 

@@ -25,7 +25,7 @@ from jaxkv.engine.progress import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.layers import get_float_weight
-from jaxkv.models.rope import apply_rope, compute_rope_tables
+from jaxkv.models.rope import compute_rope_tables
 from jaxkv.policies.scorer import PromptReplay
 from jaxkv.sharding.mesh import get_array_sharding, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
@@ -228,7 +228,7 @@ def _rerun_block(
         turn = by.slice_positions(at, size)
         q = block.compute_rotated_queries(normed, turn)
         raw, new = block.compute_keys_values(normed)
-        k = put(k, apply_rope(raw, turn, x.dtype), (0, 0, at, 0))
+        k = put(k, block.rotate_keys(raw, turn, x.dtype), (0, 0, at, 0))
         v = put(v, new, (0, 0, at, 0))
         if window is not None:
             given = (q, (k, v), count, (keys.reshape(pool), values.reshape(pool)), reach)

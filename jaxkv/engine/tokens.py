@@ -90,7 +90,7 @@ def project_new_tokens(
 ) -> TokenProjections:
     """Return the `TokenProjections` of new tokens from normed hidden states: rotated queries and keys, values."""
     raw, v = block.compute_keys_values(normed)
-    k = apply_rope(raw, by, normed.dtype)
+    k = block.rotate_keys(raw, by, normed.dtype)
     stored = raw.astype(normed.dtype) if spec.rolling else k
     return TokenProjections(q=block.compute_rotated_queries(normed, by), k=k, v=v, stored=stored)
 

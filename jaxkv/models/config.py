@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from jaxkv._checks import validate_int
 from jaxkv._dataclasses import frozen_dataclass
@@ -33,7 +34,7 @@ class ModelConfig:
         vocab: tokens in the vocabulary, V.
         layers: number of layers, L.
         embed: width of the residual stream, E.
-        hidden: width of the MLP, or of one expert, F.
+        hidden: width of the MLP, or of one expert, F; a spec of `kinds` may give its layers another.
         heads: query heads, H = K * G.
         kv_heads: kv heads, K.
         head_dim: D, an even number.
@@ -45,8 +46,10 @@ class ModelConfig:
         qkv_bias: query, key and value projections have biases (Qwen2).
         out_bias: the attention's output projection has a bias.
         mlp_bias: the MLP's projections have biases.
+        head_bias: the output matrix has a bias (PhiMoE).
         sink_logits: each query head has a sink logit in its softmax, without a value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
+        qk_norm_rotated: the weights of these norms multiply rotated queries and keys (Hunyuan).
         qk_norm_wide: queries and keys are RMS-normalised over all heads together (OLMo 2).
         qk_layer_norm: queries and keys are layer-normalised per head, with weights per head and no biases (Command R+).
         interleaved: checkpoints store channels that rotate together as neighbours (GLM-4, Cohere); loading reorders
@@ -64,7 +67,7 @@ class ModelConfig:
         residual_scale: factor of the outputs of attention and MLP (Granite).
         logit_scale: factor of logits.
         logit_softcap: c, which maps scaled logits to c * tanh(logit / c); None for none (Gemma 2).
-        experts: the mixture of experts that replaces every block's MLP, or None (Mixtral, Qwen3-MoE, gpt-oss).
+        experts: the mixture of experts that replaces the MLP of every block without a `dense_hidden`, or None.
         bos: id of the beginning-of-sequence token, or None.
         eos: ids of the tokens that end a generation.
     """
@@ -84,8 +87,10 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     sink_logits: bool = False
     qk_norm: bool = False
+    qk_norm_rotated: bool = False
     qk_norm_wide: bool = False
     qk_layer_norm: bool = False
     interleaved: bool = False
@@ -149,12 +154,12 @@ class ModelConfig:
         yield "norms", before, "parallel blocks need 'before'"
         rms = not (self.norm_offset and self.layer_norm)
         yield "norm_offset", rms, "only RMS norms support it: give layer_norm=False"
-        normed = self.qk_norm or self.qk_norm_wide
         one = self.qk_norm + self.qk_norm_wide + self.qk_layer_norm < 2
         yield "qk_norm", one, "exclusive: keep one of qk_norm, qk_norm_wide, qk_layer_norm"
-        ordered = not normed or self.channel_permutation is None
-        remedy = "not supported with RMS norms of queries and keys: give interleaved=False"
-        yield "interleaved", ordered, remedy
+        normed = self.qk_norm or not self.qk_norm_rotated
+        yield "qk_norm_rotated", normed, "there are no norms: give qk_norm=True"
+        apart = not (self.head_bias and self.tied)
+        yield "head_bias", apart, "the embedding has no bias: give tied=False"
         named = self.activation in ACTIVATIONS
         yield "activation", named, f"not supported: give one of {', '.join(ACTIVATIONS)}"
         shared = self.parallel or not self.shared_norm
@@ -174,7 +179,8 @@ class ModelConfig:
         mlp = self.gated and self.activation == "silu" and self.experts is None
         plain = mlp and self.residual_scale == 1
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
-        return plain and norms and not (self.parallel or self.has_qk_gains)
+        scaled = self.has_qk_gains or self.qk_norm_rotated
+        return plain and norms and not (self.parallel or scaled)
 
     @property
     def has_qk_gains(self) -> bool:
@@ -198,6 +204,14 @@ class ModelConfig:
         return tuple(self.get_layer_spec(layer).sliding_window for layer in range(self.layers))
 
     @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Widths F of all MLPs, sorted: of dense layers, of an expert, of shared experts."""
+        widths = {self.get_layer_spec(layer).dense_hidden for layer in range(self.layers)}
+        if None in widths:
+            widths |= {self.hidden, None if self.experts is None else self.experts.shared}
+        return tuple(sorted(each for each in widths if each is not None))
+
+    @property
     def group_size(self) -> int:
         """Number of query heads that share a kv head, G."""
         return self.heads // self.kv_heads
@@ -211,13 +225,20 @@ class ModelConfig:
         return None if order == tuple(range(self.head_dim)) else order
 
     def shard_config(self, kv: int, model: int) -> ModelConfig:
-        """Return one device's config: kv heads divided by `kv`; query heads, MLP width and vocabulary by `model`."""
+        """Return one device's config: kv heads divided by `kv`; query heads, MLP widths and vocabulary by `model`."""
+
+        def shard(of: Any, name: str) -> Any:
+            width = getattr(of, name, None)
+            return of if width is None else dataclasses.replace(of, **{name: width // model})
+
         return dataclasses.replace(
             self,
             kv_heads=self.kv_heads // kv,
             heads=self.heads // model,
             hidden=self.hidden // model,
             vocab=self.vocab // model,
+            kinds=tuple(shard(each, "dense_hidden") for each in self.kinds),
+            experts=shard(self.experts, "shared"),
         )
 
     def limit_positions(self, max_positions: int) -> ModelConfig:

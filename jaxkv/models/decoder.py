@@ -68,6 +68,7 @@ class AttentionParameters(nnx.Module):
             "eps": config.norm_eps,
             "dtype": dtype,
             "offset": float(config.norm_offset),
+            "scales_later": config.qk_norm_rotated,
         }
         self.q_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, **kind) if config.qk_norm else None
@@ -94,7 +95,7 @@ class DecoderBlock(nnx.Module):
         self.mlp_norm: Any = (
             _make_norm(config, dtype) if before and not config.shared_norm else None
         )
-        self.mlp = _mlp(config, dtype, weights)
+        self.mlp = _make_mlp(config, self.spec, dtype, weights)
         self.mlp_out_norm: Any = _make_norm(config, dtype) if after else None
 
     def normalise_for_attention(self, x: Hidden) -> Hidden:
@@ -114,7 +115,13 @@ class DecoderBlock(nnx.Module):
     def compute_rotated_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B K G N D"]:
         """Return queries `[B, K, G, N, D]` of normed hidden states, in their dtype, rotated by the RoPE tables `by`."""
         unrotated = self.compute_unrotated_queries(normed)
-        return apply_rope(unrotated, by.scale_for_queries(), normed.dtype)
+        return _rotate(unrotated, by.scale_for_queries(), normed.dtype, self.attention.q_norm)
+
+    def rotate_keys(
+        self, k: Float[Array, "B K N D"], by: RopeTables, dtype: jnp.dtype
+    ) -> Float[Array, "B K N D"]:
+        """Return keys rotated by the RoPE tables `by`, in `dtype`."""
+        return _rotate(k, by, dtype, self.attention.k_norm)
 
     def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
         """Return queries `[B, K, G, N, D]` before RoPE, with query norm and scale, if any; float32 without norm."""
@@ -195,7 +202,7 @@ class DecoderBlock(nnx.Module):
         With `apart`, the operands of a dense MLP's products are computed before the products, not fused into them.
         """
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
-        how = {"apart": True} if apart and self.config.experts is None else {}
+        how = {"apart": True} if apart and isinstance(self.mlp, DenseMLP) else {}
         if self.config.parallel:
             return self._apply_parallel_mlp(x, merged, how)
         added = apply_linear(self.attention, "out", merged, wide=True, over=self.axes)
@@ -225,6 +232,15 @@ class DecoderBlock(nnx.Module):
         return (x.astype(jnp.float32) + self._scale_residual_branch(added, None)).astype(x.dtype)
 
 
+def _rotate(
+    x: Float[Array, "B *heads N D"], by: RopeTables, dtype: jnp.dtype, norm: RMSNorm | None
+) -> Float[Array, "B *heads N D"]:
+    """Rotate queries or keys by RoPE, times the weights of a norm that it did not apply before; return `dtype`."""
+    if norm is None or not norm.scales_later:
+        return apply_rope(x, by, dtype)
+    return (apply_rope(x, by, jnp.dtype(jnp.float32)) * norm.get_scale()).astype(dtype)
+
+
 # Typed Any: callers that use a specific norm's fields check `config.has_llama_blocks` first.
 def _make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     """Make an uninitialised norm over E, a `LayerNorm` or `RMSNorm` by the config."""
@@ -233,10 +249,12 @@ def _make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     return RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype, offset=float(config.norm_offset))
 
 
-def _mlp(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
-    if config.experts is not None:
-        return MixtureMLP(config.embed, config.hidden, config.experts, dtype=dtype, weights=weights)
-    return DenseMLP(config, dtype=dtype, weights=weights)
+def _make_mlp(config: ModelConfig, spec: LayerSpec, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
+    """Make an uninitialised MLP of a layer, a `DenseMLP` or a `MixtureMLP` by config and spec."""
+    if config.experts is None or spec.dense_hidden is not None:
+        hidden = spec.dense_hidden or config.hidden
+        return DenseMLP(config, hidden, dtype=dtype, weights=weights)
+    return MixtureMLP(config, dtype=dtype, weights=weights)
 
 
 class Decoder(nnx.Module):
@@ -267,6 +285,9 @@ class Decoder(nnx.Module):
             self.head: nnx.Param | None = None
         else:
             add_linear_weight(self, "head", config.vocab, config.embed, dtype=narrow)
+        self.head_bias = (
+            make_empty_parameter(config.vocab, dtype=dtype) if config.head_bias else None
+        )
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -288,7 +309,7 @@ class EmbeddingAndHead(nnx.Module):
         self.embedding = decoder.embedding
         self.norm = decoder.norm
         self.head = decoder.head
-        for each in ("head_scale", "head_scales", "head_leasts"):
+        for each in ("head_scale", "head_scales", "head_leasts", "head_bias"):
             setattr(self, each, getattr(decoder, each, None))
         self.axes: ShardingMesh | None = None
         self.config = decoder.config

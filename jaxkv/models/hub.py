@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from jaxkv._checks import validate_bool, validate_int
@@ -15,6 +16,21 @@ from jaxkv.checkpoints.hub_config import (
 )
 from jaxkv.models.hub_rope import read_rope
 from jaxkv.models.values import ExpertsConfig, LayerSpec, NoRope, Rope, check_positive
+
+# Fields of `ExpertsConfig` by the config keys that give them, and their checks; `shared_count` times the width of an
+# expert is the width of shared experts.
+_EXPERTS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "num_experts": ("count", validate_int),
+    "num_experts_per_tok": ("chosen", validate_int),
+    "n_group": ("groups", validate_int),
+    "topk_group": ("chosen_groups", validate_int),
+    "norm_topk_prob": ("normalised", validate_bool),
+    "routed_scaling_factor": ("scale", check_positive),
+    "router_jitter_noise": ("jitter", check_positive),
+    "swiglu_limit": ("limit", check_positive),
+    "n_shared_experts": ("shared_count", partial(validate_int, least=0)),
+    "shared_expert_intermediate_size": ("shared", partial(validate_int, least=0)),
+}
 
 
 def read_config_fields(raw: Config) -> dict[str, Any]:
@@ -60,7 +76,9 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
             "attention_out_bias" if "attention_out_bias" in keys else "attention_bias"
         ),
         "mlp_bias": is_switch_enabled("mlp_bias"),
-        "qk_layer_norm": is_switch_enabled("use_qk_norm"),
+        "head_bias": is_switch_enabled("lm_head_bias"),
+        "qk_norm": is_switch_enabled("qk_norm"),
+        "qk_layer_norm": is_switch_enabled("qk_layer_norm"),
         "parallel": is_switch_enabled("use_parallel_residual"),
         "shared_norm": is_switch_enabled("use_parallel_residual"),
         "bos": next(iter(read_config_key(_read_token_ids, "bos_token_id")), None),
@@ -81,19 +99,52 @@ def _read_token_ids(key: str, value: Any) -> tuple[int, ...]:
 
 def _read_experts(config: Config) -> ExpertsConfig | None:
     """Return the `ExpertsConfig` of a parsed `config.json`; None for a dense model."""
-    count = next((key for key in ("num_experts", "num_local_experts") if key in config), None)
-    if count is None:
+    family = FAMILIES[config["model_type"]]
+    names = family.names
+    keys = {*family.required_keys, *family.optional.split()}
+    found = dict(family.experts)
+    for key, (field, check) in _EXPERTS.items():
+        name = names.get(key, key)
+        if name in keys & config.keys():
+            value = config[name]
+            # One number for each layer, all the same.
+            alike = isinstance(value, list) and len(set(value)) == 1
+            found[field] = check(name, value[0] if alike else value)
+    if "count" not in found:
         return None
-    more: dict[str, Any] = {}
-    if config["model_type"] == "gpt_oss":
-        more = {
-            "bias": True,
-            "limit": check_positive("swiglu_limit", config.get("swiglu_limit", 7.0)),
-        }
-    if "norm_topk_prob" in config:
-        more = {"normalised": validate_bool("norm_topk_prob", config["norm_topk_prob"])}
-    chosen = validate_int("num_experts_per_tok", config["num_experts_per_tok"])
-    return ExpertsConfig(count=validate_int(count, config[count]), chosen=chosen, **more)
+    shared = found.pop("shared_count", None)
+    if shared is not None:
+        width = names.get("intermediate_size", "intermediate_size")
+        found["shared"] = shared * validate_int(width, config[width])
+    return ExpertsConfig(**found | {"shared": found.get("shared") or None})
+
+
+def _read_dense_widths(config: Config, layers: int) -> list[int | None]:
+    """Return the width of the dense MLP of each layer without experts, None for others; ValueError for wrong lists."""
+
+    def read(key: str, default: int, least: int = 0) -> int:
+        """Return a key's layer index or number of layers."""
+        return validate_int(key, config.get(key, default), least=least)
+
+    first = max(read("first_k_dense_replace", 0), read("moe_layer_start_index", 0))
+    end = read("moe_layer_end_index", -1, -1)
+    last = layers - 1 if end == -1 else end
+    every = read("decoder_sparse_step", 1, 1) * read("moe_layer_interval", 1, 1)
+    dense = [not first <= at <= last or (at + 1) % every > 0 for at in range(layers)]
+    only = config.get("mlp_only_layers", ())
+    listed = isinstance(only, (list, tuple)) and all(each in range(layers) for each in only)
+    require(listed, "mlp_only_layers", only, f"give indices of the {layers} layers")
+    types = config.get("mlp_layer_types")
+    if types is not None:
+        known = isinstance(types, list) and {*types} <= {"dense", "sparse"} and len(types) == layers
+        remedy = f"give 'dense' or 'sparse' for each of {layers} layers"
+        require(known, "mlp_layer_types", types, remedy)
+        dense = [each == "dense" for each in types]
+    dense = [each or at in only for at, each in enumerate(dense)]
+    if not any(dense):
+        return [None] * layers
+    width = validate_int("intermediate_size", config["intermediate_size"])
+    return [width if each else None for each in dense]
 
 
 def _read_scales(config: Config) -> dict[str, Any]:
@@ -140,13 +191,14 @@ def _read_falcon_fields(config: Config, heads: int, kv_heads: int) -> dict[str, 
 
 
 def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, Any]:
-    """Return `ModelConfig` fields: `rope` for equal layers without window, scale, softcap; else `kinds`, a period."""
+    """Return `ModelConfig` fields: `rope` for equal layers that differ in nothing else; otherwise `kinds`, a period."""
     kind = config["model_type"]
     local, whole_prompt = (read_rope(each, config, longest) for each in read_rope_keys(config))
     widths, sliding = _read_sliding_windows(config, layers, longest)
     ropes = [local if each else whole_prompt for each in sliding]
     rotated = [True] * layers
-    if kind == "cohere2" or (kind == "exaone4" and config.get("sliding_window") is not None):
+    exaone = kind in ("exaone4", "exaone_moe") and config.get("sliding_window") is not None
+    if kind == "cohere2" or exaone:
         rotated = sliding
     elif kind == "smollm3":
         rotated = _find_rotated_layers(config["no_rope_layers"], layers)
@@ -157,9 +209,10 @@ def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, A
         scale = check_positive("attention_multiplier", config["attention_multiplier"])
     if "query_pre_attn_scalar" in config:
         scale = check_positive("query_pre_attn_scalar", config["query_pre_attn_scalar"]) ** -0.5
+    dense = _read_dense_widths(config, layers)
     specs = [
-        LayerSpec(rope=rope, sliding_window=width, scale=scale, softcap=softcap)
-        for rope, width in zip(ropes, widths, strict=True)
+        LayerSpec(rope=rope, sliding_window=width, scale=scale, softcap=softcap, dense_hidden=own)
+        for rope, width, own in zip(ropes, widths, dense, strict=True)
     ]
     if set(specs) == {LayerSpec(rope=whole_prompt)}:
         return {"rope": whole_prompt}
@@ -184,7 +237,7 @@ def _read_sliding_windows(
     kind = config["model_type"]
     keys = FAMILIES[config["model_type"]].required_keys
     windowed = kind.startswith("qwen") or "sliding_window" in keys
-    typed = "layer_types" in keys or kind in ("qwen2", "qwen3")
+    typed = "layer_types" in keys or kind in ("qwen2", "qwen2_moe", "qwen3")
     types = config.get("layer_types")
     width = config.get("sliding_window")
     sound = types is None or (

@@ -27,6 +27,8 @@ _ROPES = {
     "longrope": LongRope,
     "yarn": YarnRope,
 }
+# Families that rotate a part of the channels.
+_PARTIAL = ("glm4", "glm4_moe", "minimax_m2", "phi3", "stablelm")
 
 
 def read_rope(given: Config, config: Config, longest: int) -> Rope:
@@ -45,13 +47,12 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     """
     keys = dict(given)
     family = config["model_type"]
-    theta = keys.pop("rope_theta")
-    share = keys.pop("partial_rotary_factor", 1.0)
-    remedy = (
-        "give a share of the channels above 0; only GLM-4, Phi-3 and StableLM rotate a part of them"
-    )
-    partial = share == 1.0 or family in ("glm4", "phi3", "stablelm")
-    require(partial, "partial_rotary_factor", share, remedy)
+    theta = check_positive("rope_theta", keys.pop("rope_theta"))
+    dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    # MiniMax's files say how many channels are rotated.
+    share = keys.pop("partial_rotary_factor", config.get("rotary_dim", dim) / dim)
+    remedy = f"give a share of the channels above 0; only {', '.join(_PARTIAL)} rotate a part"
+    require(share == 1.0 or family in _PARTIAL, "partial_rotary_factor", share, remedy)
     kind = keys.pop("type", "default")
     kind = keys.pop("rope_type", kind)
     known = _ROPES
@@ -61,6 +62,17 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         if kind in ("longrope", "su"):
             name = "original_max_position_embeddings"
             keys[name] = config[name]
+    if family == "phimoe" and kind == "longrope":
+        # One magnitude for all texts, as those of the published model are.
+        keys["attention_factor"], other = (
+            keys.pop(f"{each}_mscale", None) for each in ("long", "short")
+        )
+        remedy = "give the same as rope_scaling.long_mscale"
+        require(other == keys["attention_factor"], "rope_scaling.short_mscale", other, remedy)
+    if family.startswith("hunyuan") and kind == "dynamic" and keys.get("alpha"):
+        # A larger base, whatever the text's length: all other numbers change nothing.
+        alpha = check_positive("rope_scaling.alpha", keys["alpha"])
+        kind, keys, theta = "default", {}, theta * alpha ** (dim / (dim - 2))
     if family == "ministral3":
         known = {"yarn": Ministral3Rope}
         keys.pop("max_position_embeddings", None)
@@ -72,7 +84,7 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     )
     magnitudes = [keys.pop(key, None) for key in ("mscale", "mscale_all_dim") if kind == "yarn"]
     values: dict[str, Any] = {
-        "theta": check_positive("rope_theta", theta),
+        "theta": theta,
         "share": validate_float("partial_rotary_factor", share, remedy, high=1.0, open_low=True),
     }
     for field in dataclasses.fields(known[kind]):

@@ -241,17 +241,34 @@ def _delay_dequantisation(
 
 
 class RMSNorm(nnx.Module):
-    """RMS norm over the last axis, computed in float32, times (`scale` + `offset`) (arXiv:1910.07467)."""
+    """RMS norm over the last axis, computed in float32, times (`scale` + `offset`) (arXiv:1910.07467).
 
-    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, offset: float = 0.0):
+    With `scales_later` that factor is left to the caller, and results are float32.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float,
+        dtype: jnp.dtype,
+        offset: float = 0.0,
+        scales_later: bool = False,
+    ):
         self.scale = make_empty_parameter(width, dtype=dtype)
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.scales_later = eps, offset, scales_later
 
     def __call__(self, x: Vectors) -> Vectors:
         """RMS-normalise x over its last axis, times (`scale` + `offset`); the result has the dtype of `scale`."""
-        wide, scale = x.astype(jnp.float32), self.scale[...]
+        wide = x.astype(jnp.float32)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * (scale.astype(jnp.float32) + self.offset)).astype(scale.dtype)
+        return (
+            wide if self.scales_later else (wide * self.get_scale()).astype(self.scale[...].dtype)
+        )
+
+    def get_scale(self) -> Float[Array, " E"]:
+        """Return the factor of normalised vectors, `scale` + `offset`, in float32."""
+        return self.scale[...].astype(jnp.float32) + self.offset
 
 
 class LayerNorm(nnx.Module):
@@ -279,16 +296,16 @@ class DenseMLP(nnx.Module):
     positive and negative inputs, before their softplus (arXiv:2411.13010).
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(self, config: ModelConfig, hidden: int, *, dtype: jnp.dtype, weights: jnp.dtype):
         self.gated, self.activation = config.gated, config.activation
         self.xielu = (
             make_empty_parameter(2, 1, dtype=dtype) if config.activation == "xielu" else None
         )
-        add_linear_weight(self, "down", config.embed, config.hidden, dtype=weights)
+        add_linear_weight(self, "down", config.embed, hidden, dtype=weights)
         self.down_bias = (
             make_empty_parameter(config.embed, dtype=dtype) if config.mlp_bias else None
         )
-        name, rows = ("gate_up", (2, config.hidden)) if config.gated else ("up", (config.hidden,))
+        name, rows = ("gate_up", (2, hidden)) if config.gated else ("up", (hidden,))
         add_linear_weight(self, name, *rows, config.embed, dtype=weights)
         setattr(
             self,

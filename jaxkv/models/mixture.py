@@ -13,7 +13,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import (
+    DenseMLP,
     Vectors,
     add_linear_weight,
     get_parameter_array,
@@ -27,8 +29,9 @@ from jaxkv.models.values import ExpertsConfig
 from jaxkv.sharding.collectives import sum_over_devices
 from jaxkv.sharding.mesh import ShardingMesh
 
-# Token vectors; ids of each token's experts, and their weights in the sum.
+# Token vectors; scores of all experts; ids of each token's experts, and their weights in the sum.
 Tokens = Float[Array, "T E"]
+Scores = Float[Array, "T X"]
 Chosen = Int[Array, "T k"]
 Shares = Float[Array, "T k"]
 # Rows per block. Smaller blocks cost as much, because an expert's weights are read in any case; larger ones exceed a
@@ -38,45 +41,48 @@ _LEAST_ROWS, _MOST_ROWS = 8, 256
 _KERNEL_ROWS = 16
 # Factor within gpt-oss' sigmoid, with which gate * sigmoid(factor * gate) approximates GELU.
 _SLOPE = 1.702
+# Added to sums of scores, so that no sum divides by 0.
+_LEAST_SUM = 1e-20
 
 
 class MixtureMLP(nnx.Module):
-    """Mixture-of-experts MLP: X gated MLPs (experts), and a router that selects k of them for each token.
+    """Mixture-of-experts MLP: X gated MLPs (experts), a router that selects k of them for each token, shared experts.
 
     Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`. With biases also router_bias
-    `[X]`, experts_gate_up_bias `[X, 2, F]` and experts_down_bias `[X, E]`.
+    `[X]`, experts_gate_up_bias `[X, 2, F]` and experts_down_bias `[X, E]`. Corrected scores have a float32 correction
+    `[X]`; shared experts are one dense MLP `shared`, and may have a shared_gate `[1, E]`.
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        experts: ExpertsConfig,
-        *,
-        dtype: jnp.dtype,
-        weights: jnp.dtype,
-    ):
-        self.experts = experts
-        self.router = make_empty_parameter(experts.count, width, dtype=dtype)
-        add_linear_weight(self, "experts_gate_up", experts.count, 2, hidden, width, dtype=weights)
-        add_linear_weight(self, "experts_down", experts.count, width, hidden, dtype=weights)
-        self.router_bias = (
-            make_empty_parameter(experts.count, dtype=dtype) if experts.bias else None
-        )
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
+        experts = config.experts
+        assert experts is not None
+        self.experts, count, width, hidden = experts, experts.count, config.embed, config.hidden
+        wide = jnp.dtype(jnp.float32)
+        self.router = make_empty_parameter(count, width, dtype=dtype)
+        self.correction = make_empty_parameter(count, dtype=wide) if experts.corrected else None
+        add_linear_weight(self, "experts_gate_up", count, 2, hidden, width, dtype=weights)
+        add_linear_weight(self, "experts_down", count, width, hidden, dtype=weights)
+        self.router_bias = make_empty_parameter(count, dtype=dtype) if experts.bias else None
         self.experts_gate_up_bias = (
-            make_empty_parameter(experts.count, 2, hidden, dtype=dtype) if experts.bias else None
+            make_empty_parameter(count, 2, hidden, dtype=dtype) if experts.bias else None
         )
         self.experts_down_bias = (
-            make_empty_parameter(experts.count, width, dtype=dtype) if experts.bias else None
+            make_empty_parameter(count, width, dtype=dtype) if experts.bias else None
+        )
+        self.shared = (
+            None
+            if experts.shared is None
+            else DenseMLP(config, experts.shared, dtype=dtype, weights=weights)
+        )
+        self.shared_gate = (
+            make_empty_parameter(1, width, dtype=dtype) if experts.shared_gate else None
         )
 
     def __call__(self, x: Vectors, over: ShardingMesh | None = None) -> Vectors:
         """Return the weighted sum of each token's experts, float32 `[*rows, E]`, summed over the devices of `over`."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.select_experts(flat)
-        out = sum_over_devices(
-            self._compute_expert_outputs(flat, ids, shares).reshape(x.shape), over
-        )
+        out = sum_over_devices(self._compute_shard(flat, ids, shares).reshape(x.shape), over)
         if self.experts_down_bias is None:
             return out
         # Replicated on every device of a mesh, and added once.
@@ -85,7 +91,18 @@ class MixtureMLP(nnx.Module):
     def compute_shard_output(self, x: Vectors) -> Vectors:
         """Return this device's summand of the mixture's float32 output: its shard of F, without down's bias."""
         flat = x.reshape(-1, x.shape[-1])
-        return self._compute_expert_outputs(flat, *self.select_experts(flat)).reshape(x.shape)
+        return self._compute_shard(flat, *self.select_experts(flat)).reshape(x.shape)
+
+    def _compute_shard(self, x: Tokens, ids: Chosen, shares: Shares) -> Tokens:
+        """Return the sum of selected and shared experts, for this device's shard of F, float32, without down's bias."""
+        out = self._compute_expert_outputs(x, ids, shares)
+        if self.shared is None:
+            return out
+        beside = self.shared.compute_shard_output(x)
+        if self.shared_gate is not None:
+            gate = multiply_by_weight(x, StoredWeight(self.shared_gate[...]), wide=True)
+            beside = beside * jax.nn.sigmoid(gate)
+        return out + beside
 
     def _compute_expert_outputs(self, x: Tokens, ids: Chosen, shares: Shares) -> Tokens:
         """Return the weighted sum of selected experts, for this device's shard of F, float32, without down's bias."""
@@ -114,15 +131,42 @@ class MixtureMLP(nnx.Module):
         return lax.platform_dependent(given, cpu=by_blocks, default=singly)
 
     def select_experts(self, x: Tokens) -> tuple[Chosen, Shares]:
-        """Return each token's top-k expert ids `[T, k]`, most probable first, and their float32 weights in the sum."""
+        """Return each token's k expert ids `[T, k]`, highest score first, and their float32 weights in the sum."""
+        experts = self.experts
         bias = get_parameter_array(self.router_bias)
-        likely = jax.nn.softmax(
-            multiply_by_weight(x, StoredWeight(self.router[...]), bias, wide=True), axis=-1
-        )
-        shares, ids = lax.top_k(likely, self.experts.chosen)
-        return ids, shares / shares.sum(
-            axis=-1, keepdims=True
-        ) if self.experts.normalised else shares
+        logits = multiply_by_weight(x, StoredWeight(self.router[...]), bias, wide=True)
+        if experts.jitter is not None:
+            return _select_by_sparse_mixer(logits, 2 * experts.jitter)
+        scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits, axis=-1)
+        ranked = scores if self.correction is None else scores + self.correction[...]
+        if experts.groups > 1:
+            ranked = _mask_other_groups(ranked, experts)
+        _, ids = lax.top_k(ranked, experts.chosen)
+        shares = jnp.take_along_axis(scores, ids, axis=-1)
+        if experts.normalised:
+            shares = shares / (shares.sum(axis=-1, keepdims=True) + _LEAST_SUM)
+        return ids, shares * experts.scale
+
+
+def _mask_other_groups(ranked: Scores, experts: ExpertsConfig) -> Scores:
+    """Return scores, -inf for experts outside of the groups whose `leaders` best scores have the highest sums."""
+    grouped = ranked.reshape(len(ranked), experts.groups, -1)
+    best, _ = lax.top_k(grouped, experts.leaders)
+    _, groups = lax.top_k(best.sum(axis=-1), experts.chosen_groups)
+    inside = jax.nn.one_hot(groups, experts.groups, dtype=jnp.bool).any(axis=1)
+    return jnp.where(inside[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+
+
+def _select_by_sparse_mixer(logits: Scores, most: float) -> tuple[Chosen, Shares]:
+    """Return two expert ids a token, the highest logit first, and weights: softmaxes of logits at most `most` below."""
+    ids, shares, left = [], [], logits
+    for _ in range(2):
+        best = left.max(axis=-1, keepdims=True)
+        close = (best - logits) / jnp.maximum(jnp.abs(logits), best) <= most
+        shares.append(1 / jnp.where(close, jnp.exp(left - best), 0).sum(axis=-1))
+        ids.append(left.argmax(axis=-1).astype(jnp.int32))
+        left = jnp.where(jax.nn.one_hot(ids[-1], left.shape[-1], dtype=jnp.bool), -jnp.inf, left)
+    return jnp.stack(ids, axis=-1), jnp.stack(shares, axis=-1)
 
 
 class ExpertInputs(NamedTuple):

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.checkpoints.hub_config import FAMILIES, TENSORS
@@ -11,11 +11,12 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
 
 Shape = tuple[int, ...]
-# Names of a mixture (Mixtral's, all others'), each with its gate, up and down projections.
-_MIXTURES = {
-    "block_sparse_moe": ("w1", "w3", "w2"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+# Parameters of a mixture that transformers 5 calls alike in all families, if one tensor holds all experts.
+_FUSED = ("mlp.experts", "mlp.router")
+# Parameters with the channels of rotated heads, besides keys.
+_ROTATED = tuple(
+    f"attention.{each}" for each in ("q", "q_gain", "k_gain", "q_norm.scale", "k_norm.scale")
+)
 
 
 @frozen_dataclass
@@ -120,6 +121,10 @@ def _yield_parameter_sources(
     """Yield the `TensorSource` objects of parameter `inner`, in the family's names; `prefix` is that of its block."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     base = inner.removesuffix("_bias")
+    tensors = {**TENSORS, **FAMILIES[family].tensors}
+    if fused_experts := f"{prefix}mlp.experts.gate_up_proj" in names:
+        # transformers 5 stores all experts in one tensor; files on the hub have one tensor per expert.
+        tensors |= {each: TENSORS[each] for each in _FUSED}
     fused = base in ("attention.q", "attention.kv")
     if family == "falcon" and fused:
         name = f"{prefix}self_attention.query_key_value.{kind}"
@@ -132,7 +137,7 @@ def _yield_parameter_sources(
         for index, each in enumerate(("alpha_p", "alpha_n")):
             yield TensorSource(name=f"{prefix}mlp.act_fn.{each}", axes=((1,),), at=(index,))
     elif base.endswith("_gain") and family == "stablelm":
-        name = prefix + FAMILIES[family].tensors[base]
+        name = prefix + tensors[base]
         for index, at in enumerate(itertools.product(*map(range, shape[:-1]))):
             source = _make_tensor_source(f"{name}.{index}.weight", shape[-1:], at)
             yield _add_channel_order(source, base, config)
@@ -140,18 +145,23 @@ def _yield_parameter_sources(
         # These parameters have several sources, which are read in turn.
         name = f"{prefix}mlp.experts.{base.removeprefix('mlp.experts_')}_proj.{kind}"
         for expert in range(shape[0]):
-            axes = tuple((size,) for size in shape)
-            yield TensorSource(name=name, axes=axes, at=(expert,), pick=(expert,))
-    elif base.startswith(("mlp.experts", "mlp.router")) and family != "gpt_oss":
-        yield from _yield_mixture_sources(base, prefix, shape, family, names)
+            each_axis = tuple((size,) for size in shape)
+            yield TensorSource(name=name, axes=each_axis, at=(expert,), pick=(expert,))
+    elif base == "mlp.correction":
+        # ERNIE's has an axis of modalities, with text alone.
+        more = [0] * (family == "ernie4_5_moe")
+        axes: tuple[Shape, ...] = (*((1,) for _ in more), shape)
+        yield TensorSource(name=f"{prefix}{tensors[base]}", axes=axes, pick=tuple(more))
+    elif base.startswith("mlp.experts"):
+        yield from _yield_expert_sources(base, prefix, shape, tensors, fused_experts)
     else:
-        tensors = {**TENSORS, **FAMILIES[family].tensors}[base].split()
+        held = tensors[base].split()
         if family == "falcon" and "_norm." in base and config.parallel and not config.shared_norm:
             # Two parallel norms of the same hidden states have different names from one norm or two sequential ones.
-            tensors = ["ln_mlp" if base.startswith("mlp") else "ln_attn"]
-        for index, each in enumerate(tensors):
+            held = ["ln_mlp" if base.startswith("mlp") else "ln_attn"]
+        for index, each in enumerate(held):
             name = f"{prefix}{each}.{kind}"
-            stacked = len(tensors) > 1
+            stacked = len(held) > 1
             source = (
                 _make_tensor_source(name, shape[1:], (index,))
                 if stacked
@@ -162,17 +172,15 @@ def _yield_parameter_sources(
 
 def _add_channel_order(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
     """Return a Q or K source with the channel order, an all-heads gain with axes flattened; others unchanged."""
-    order = config.channel_permutation or ()
-    along = -1 if len(source.axes) == 1 else -2
-    if base in ("attention.q_gain", "attention.k_gain"):
-        if not config.qk_layer_norm:
-            return dataclasses.replace(source, axes=(source.axes[0] + source.axes[1],))
-        # Weights of layer norms per head, which a checkpoint stores as a matrix.
-        along = -1
     # Index 0 of keys and values are the keys.
-    elif not (base == "attention.q" or (base == "attention.kv" and source.at == (0,))):
+    if base not in _ROTATED and not (base == "attention.kv" and source.at == (0,)):
         return source
-    return dataclasses.replace(source, order=order, along=along)
+    gain = base.endswith("_gain")
+    if gain and not config.qk_layer_norm:
+        source = dataclasses.replace(source, axes=(source.axes[0] + source.axes[1],))
+    # Weights of layer norms per head are a matrix of channels.
+    along = -1 if gain or len(source.axes) == 1 else -2
+    return dataclasses.replace(source, order=config.channel_permutation or (), along=along)
 
 
 def _make_tensor_source(name: str, shape: Shape, at: Shape = ()) -> TensorSource:
@@ -215,29 +223,19 @@ def _yield_phi3_sources(
         yield _add_channel_order(source, base, config)
 
 
-def _yield_mixture_sources(
-    base: str, prefix: str, shape: Shape, family: str, names: frozenset[str]
+def _yield_expert_sources(
+    base: str, prefix: str, shape: Shape, tensors: Mapping[str, str], fused: bool
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource` of a mixture's router or experts: one tensor of all experts, or tensors per expert."""
-    # transformers 5 stores all experts in one tensor; files on the hub have one tensor per expert.
-    fused = f"{prefix}mlp.experts.gate_up_proj" in names
-    called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"
-    gate, up, down = _MIXTURES[called]
-    if base == "mlp.router":
-        yield _make_tensor_source(f"{prefix}{called}.gate.weight", shape)
+    """Yield the `TensorSource` objects of experts' gates and ups, or downs: of one tensor of all, or one of each."""
+    called, *parts = tensors["mlp.experts"].split()
+    down = base == "mlp.experts_down"
+    if fused or base in tensors:
+        stacked = f"{called}.{'down' if down else 'gate_up'}_proj"
+        name = f"{tensors[base]}.weight" if base in tensors else stacked
+        yield TensorSource(name=prefix + name, axes=(shape[:1], shape[1:-1], shape[-1:]))
         return
-    experts = shape[0]
-    each = f"{prefix}{called}.experts"
-    upwards = base == "mlp.experts_gate_up"
-    if fused:
-        axes = ((experts,), shape[1:-1], shape[-1:])
-        yield TensorSource(name=f"{each}.{'gate_up' if upwards else 'down'}_proj", axes=axes)
-        return
-    for expert in range(experts):
-        if upwards:
-            for index, name in enumerate((gate, up)):
-                yield _make_tensor_source(
-                    f"{each}.{expert}.{name}.weight", shape[2:], (expert, index)
-                )
-        else:
-            yield _make_tensor_source(f"{each}.{expert}.{down}.weight", shape[1:], (expert,))
+    parts = parts[2:] if down else parts[:2]
+    for expert, (index, part) in itertools.product(range(shape[0]), enumerate(parts)):
+        at = (expert, index)[: len(shape) - 2]
+        name = f"{prefix}{called}.{expert}.{part}.weight"
+        yield _make_tensor_source(name, shape[len(at) :], at)

@@ -220,7 +220,7 @@ def compute_channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tu
 
 @frozen_dataclass
 class LayerSpec:
-    """Static config of one layer's attention: rotary embedding, scale, sliding window, softcap.
+    """Static config of one layer: rotary embedding, scale, sliding window, softcap of attention; width of a dense MLP.
 
     Layers with equal specs share compiled programs.
 
@@ -229,33 +229,43 @@ class LayerSpec:
         scale: factor of products of queries and keys; None for 1 / sqrt(D).
         sliding_window: number of last tokens that a token attends to, including itself; None for all.
         softcap: c, which maps attention logits to c * tanh(logit / c) before the softmax (Gemma 2); None for none.
+        dense_hidden: width of the dense MLP of a layer without experts in a model with experts; None for the model's
+            own MLP.
     """
 
     rope: Rope = Rope()
     scale: float | None = None
     sliding_window: int | None = None
     softcap: float | None = None
+    dense_hidden: int | None = None
 
     def __post_init__(self) -> None:
         check_number_fields(self)
-        if self.sliding_window is not None:
-            object.__setattr__(
-                self,
-                "sliding_window",
-                validate_int(
-                    "sliding_window", self.sliding_window, "give 1 or more tokens, or None"
-                ),
-            )
+        for name in ("sliding_window", "dense_hidden"):
+            given = getattr(self, name)
+            if given is not None:
+                given = validate_int(name, given, "give 1 or more, or None")
+            object.__setattr__(self, name, given)
 
 
 @frozen_dataclass
 class ExpertsConfig:
-    """Static config of a mixture of experts: number of experts, experts per token, routing and activation.
+    """Static config of a mixture of experts: number of experts, routing, shared expert, activation.
 
     Attributes:
-        count: X, experts in every block.
-        chosen: experts per token, those of the highest router probability.
-        normalised: True divides the selected experts' probabilities by their sum.
+        count: X, experts in every mixture.
+        chosen: experts per token, those of the highest score.
+        sigmoid: a score is the sigmoid of a router logit; otherwise the softmax over all experts.
+        corrected: a learned number is added to each score to choose experts, not to weigh them (DeepSeek V3).
+        groups: groups of consecutive experts.
+        chosen_groups: groups in which a token's experts are chosen.
+        leaders: number of experts whose best scores sum to that of a group.
+        jitter: epsilon of SparseMixer, which chooses two experts in turn, each weighed by a softmax over the logits
+            close to its own (PhiMoE, arXiv:2409.12136); None for one choice of all.
+        normalised: True divides the chosen experts' scores by their sum.
+        scale: factor of the chosen experts' weights.
+        shared: width of the MLP of all tokens beside the experts, the shared experts; None for none.
+        shared_gate: that MLP's output is multiplied by the sigmoid of a linear map (Qwen2-MoE).
         bias: the router and the experts' projections have biases (gpt-oss).
         limit: None for silu(gate) * up. A number for gpt-oss' activation, (up + 1) * gate * sigmoid(1.702 * gate), with
             gates clipped to at most `limit`, and ups to [-limit, limit].
@@ -263,18 +273,35 @@ class ExpertsConfig:
 
     count: int
     chosen: int
+    sigmoid: bool = False
+    corrected: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    leaders: int = 2
+    jitter: float | None = None
     normalised: bool = True
+    scale: float = 1.0
+    shared: int | None = None
+    shared_gate: bool = False
     bias: bool = False
     limit: float | None = None
 
     def __post_init__(self) -> None:
         check_number_fields(self)
-        require(
-            self.chosen <= self.count,
-            "chosen",
-            self.chosen,
-            f"a block has {self.count} experts: give at most {self.count}",
-        )
+        if self.shared is not None:
+            object.__setattr__(self, "shared", validate_int("shared", self.shared))
+        whole = self.count % self.groups == 0
+        require(whole, "groups", self.groups, f"give a divisor of the {self.count} experts")
+        remedy = f"there are {self.groups} groups: give at most {self.groups}"
+        require(self.chosen_groups <= self.groups, "chosen_groups", self.chosen_groups, remedy)
+        size = self.count // self.groups
+        most = self.chosen_groups * size
+        remedy = f"a token has {most} experts to choose from: give at most {most}"
+        require(self.chosen <= most, "chosen", self.chosen, remedy)
+        remedy = f"a group has {size} experts: give at most {size}"
+        require(self.groups == 1 or self.leaders <= size, "leaders", self.leaders, remedy)
+        remedy = "SparseMixer chooses two experts: give chosen=2"
+        require(self.jitter is None or self.chosen == 2, "jitter", self.jitter, remedy)
 
 
 def check_weight_format(given: Any) -> str | None:

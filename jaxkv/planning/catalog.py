@@ -31,15 +31,7 @@ from jaxkv.policies.reads import list_full_attention_layers
 _FILTERS = (2, 8, 18)
 _OF = 32
 # Unsupported model types with the weights and the cache of a Llama of the same sizes.
-_LIKE_LLAMA = (
-    "ernie4_5",
-    "hunyuan_v1_dense",
-    "internlm3",
-    "mimo",
-    "ministral3",
-    "seed_oss",
-    "stablelm",
-)
+_LIKE_LLAMA = ("mimo",)
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads"),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.values import Rope
 from jaxkv.planning.setting import Workload
 from jaxkv.sharding.parameters import compute_shard_shape
 
@@ -37,6 +39,7 @@ class MemorySizes:
 
     Attributes:
         weights: the device's shard of the parameters.
+        read: bytes of parameters that a decode step reads: of experts only the chosen ones.
         cache: pools, tables and policy state, with the headroom that prefill leaves for new tokens.
         grown: the cache at the end of the answer.
         prefill: peak activations of prefill, in addition to the cache.
@@ -48,6 +51,7 @@ class MemorySizes:
     """
 
     weights: int
+    read: int
     cache: int
     grown: int
     prefill: int
@@ -123,6 +127,7 @@ def compute_memory_sizes(setting: Workload) -> MemorySizes:
         )
     return MemorySizes(
         weights=compute_weight_bytes(config, setting.dtype, setting.mesh, setting.weights),
+        read=compute_weight_reads(setting, setting.weights)[0],
         cache=planned.cache_bytes,
         grown=last.cache_bytes,
         prefill=prefill,
@@ -165,15 +170,18 @@ class ParameterInfo(NamedTuple):
 def list_parameters(
     config: ModelConfig, dtype: str, weights: str | None = None
 ) -> tuple[ParameterInfo, ...]:
-    """Return a tuple with the `ParameterInfo` of each array of a block, embedding, head and norm; cached.
+    """Return a tuple with the `ParameterInfo` of each array of each kind of block, embedding, head, norm; cached.
 
     `weights` is the quantisation of linear maps, as in `jaxkv.load`.
     """
-    decoder = Decoder(dataclasses.replace(config, layers=1, kinds=()), dtype=dtype, weights=weights)
+    # One layer of each kind stands for all of them.
+    counts = Counter(map(config.get_layer_spec, range(config.layers)))
+    few = dataclasses.replace(config, layers=len(counts), rope=Rope(), kinds=tuple(counts))
+    decoder = Decoder(few, dtype=dtype, weights=weights)
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(decoder, nnx.Param)):
         names = [str(each.key) for each in path if hasattr(each, "key")]
-        copies = config.layers if names[0] == "blocks" else 1
+        copies = tuple(counts.values())[int(names[1])] if names[0] == "blocks" else 1
         found.append(ParameterInfo(names[-1], leaf.shape, copies, leaf.dtype.itemsize))
     return tuple(found)
 
@@ -197,6 +205,27 @@ def compute_weight_bytes(
     )
 
 
+def compute_weight_reads(setting: Workload, weights: str | None = None) -> tuple[int, int]:
+    """Return how many bytes of a device's parameters a decode step reads, and how many multiply each token.
+
+    Of experts only those that tokens choose are read; tokens are assumed to choose different ones until all are chosen.
+    `weights` is the format of linear maps.
+    """
+    config = setting.config
+    read = used = 0
+    for each in list_parameters(config, setting.dtype, weights):
+        if each.name == "embedding" and not config.tied:
+            continue  # One row per token.
+        shape = compute_shard_shape(each.name, each.shape, setting.mesh)
+        size = each.copies * math.prod(shape) * each.itemsize
+        chosen = count = 1
+        if config.experts is not None and each.name.startswith("experts_"):
+            chosen, count = config.experts.chosen, config.experts.count
+        read += size * min(count, chosen * setting.prompts_per_group) // count
+        used += size * chosen // count
+    return read, used
+
+
 def _count_widened_elements(setting: Workload) -> int:
     """Return how many elements a device's shard of the largest quantised matrix has, to widen for products."""
     held = list_parameters(setting.config, setting.dtype, setting.weights)
@@ -216,7 +245,7 @@ def _compute_decode_bytes(setting: Workload, planned: PrefillPlan) -> int:
     pools = planned.pools
     # Last and next logits of the device's shard of the vocabulary, all logits for sampling, and hidden states.
     found = 4 * (setting.config.vocab + 2 * local.vocab)
-    found += (local.embed + local.hidden) * (4 + item)
+    found += (local.embed + max(local.mlp_widths)) * (4 + item)
     if not parts.kernels_read_as_stored(setting.config.head_dim):
         # Keys and values of a layer are decoded before attention.
         found += 2 * max(pools) * setting.config.head_dim * item

@@ -148,6 +148,7 @@ class Plan:
         setting = self.setting
         sizes = self.sizes
         memory = format_gigabytes(setting.gpu.memory)
+        read = f"a step reads {format_gigabytes(sizes.read)}" if setting.config.experts else ""
         word = setting.gpu.word
         rows = f"{sizes.kept:,.0f} of {setting.context:,} entries per kv head"
         lines = [
@@ -156,7 +157,7 @@ class Plan:
             "",
         ]
         for name, size, remark in (
-            ("weights", sizes.weights, ""),
+            ("weights", sizes.weights, read),
             ("process", sizes.process, "Python, JAX and compiled programs"),
             ("cache", sizes.grown, f"{rows}; uncompressed {format_gigabytes(sizes.full)}"),
             (
@@ -231,6 +232,7 @@ class Plan:
             "mesh": {"data": setting.data, "model": setting.gpus_per_group},
             "memory_bytes": setting.gpu.memory,
             "weights_bytes": sizes.weights,
+            "weights_read_bytes": sizes.read,
             "process_bytes": sizes.process,
             "cache_bytes": sizes.grown,
             "uncompressed_bytes": sizes.full,

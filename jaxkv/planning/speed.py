@@ -16,7 +16,7 @@ from jaxkv.cache import DenseStore
 from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.accelerators import Accelerator
-from jaxkv.planning.memory_sizes import compute_weight_bytes
+from jaxkv.planning.memory_sizes import compute_weight_reads
 from jaxkv.planning.setting import Workload
 from jaxkv.policies.reads import WHOLE
 
@@ -114,17 +114,12 @@ def estimate_speed(setting: Workload) -> Speed | None:
     item = jnp.dtype(setting.dtype).itemsize
     layers = setting.config.layers
     prompts = setting.prompts_per_group
-    held, wide = (
-        compute_weight_bytes(setting.config, setting.dtype, setting.mesh, of)
-        for of in (setting.weights, None)
-    )
-    # An untied embedding table is read one row per token.
-    table = 0 if local.tied else local.vocab * local.embed * item
-    read, used = _compute_weight_reads(setting, wide - table)
+    read, _ = compute_weight_reads(setting, setting.weights)
+    _, used = compute_weight_reads(setting)
     # TensorFloat-32 runs at half of bfloat16's rate.
     flops = gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
     weights = max(
-        (held - table) / (wide - table) * read / (WEIGHTS[setting.weights] * gpu.bandwidth),
+        read / (WEIGHTS[setting.weights] * gpu.bandwidth),
         2 * used / item * prompts / (PRODUCTS * flops),
     )
     kept, filters = count_entries_read(setting)
@@ -198,21 +193,6 @@ def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
         return np.where(whole, held, np.minimum(reading.width, held) + held / reading.page), ()
     read = np.where(whole, kept, np.minimum(reading.width, kept))
     return read + behind, tuple(reading.filters)
-
-
-def _compute_weight_reads(setting: Workload, held: int) -> tuple[int, int]:
-    """Return how many of `held` parameter bytes a decode step reads, and how many of them multiply each token.
-
-    With experts these are fewer: tokens are assumed to choose different experts until all are chosen.
-    """
-    local = setting.local_config
-    experts = setting.config.experts
-    if experts is None:
-        return held, held
-    each = 3 * local.embed * local.hidden * local.layers * jnp.dtype(setting.dtype).itemsize
-    others = held - experts.count * each
-    chosen = min(experts.count, experts.chosen * setting.prompts_per_group)
-    return others + chosen * each, others + experts.chosen * each
 
 
 def count_prefill_flops(setting: Workload, weights: float) -> tuple[float, float, float]:

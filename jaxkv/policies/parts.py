@@ -201,6 +201,11 @@ class Parts:
             part.require_fits_model(config)
         if any(config.sliding_windows):
             self.require_fits_sliding_windows(config.sliding_windows)
+        turns = self.rolling or self.needs.moments is not None
+        remedy = (
+            "it turns keys or queries, which this model scales behind RoPE: use SnapKV, or FullKV"
+        )
+        require(not (turns and config.qk_norm_rotated), "policy", self.scorer, remedy)
 
     def require_fits_sliding_windows(self, sliding_windows: SlidingWindows) -> None:
         """Raise ValueError for parts that do not fit a model's sliding windows, such as rolling positions."""

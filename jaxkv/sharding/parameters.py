@@ -84,7 +84,8 @@ def make_abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMe
 def compute_kv_rep_sizes(config: ModelConfig, model: int) -> tuple[int, int]:
     """Return mesh sizes (kv, rep) of `model` devices: kv shards kv heads, rep query heads; ValueError if uneven."""
     fits = [n for n in range(1, config.heads + 1) if _supports_model_devices(config, n)]
-    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
+    widths = " and ".join(map(str, config.mlp_widths))
+    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {widths}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
     require(model in fits, "mesh.model", model, remedy)
     kv = math.gcd(config.kv_heads, model)
@@ -96,4 +97,5 @@ def _supports_model_devices(config: ModelConfig, model: int) -> bool:
     kv = math.gcd(config.kv_heads, model)
     # A shard of the groups of several kv heads would not be contiguous columns of the output projection.
     split = kv == config.kv_heads and config.group_size % (model // kv) == 0
-    return (kv == model or split) and config.hidden % model == 0 and config.vocab % model == 0
+    widths = all(width % model == 0 for width in config.mlp_widths)
+    return (kv == model or split) and widths and config.vocab % model == 0

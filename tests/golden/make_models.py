@@ -41,12 +41,20 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    FlexOlmoConfig,
+    FlexOlmoForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -57,13 +65,29 @@ from transformers import (
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
     InternLM3Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     Mistral3Config,
@@ -76,10 +100,16 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -88,6 +118,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
     Starcoder2Config,
@@ -202,6 +234,28 @@ MINISTRAL, SEED = (Ministral3Config, Ministral3ForCausalLM), (SeedOssConfig, See
 MISTRAL_IMAGES = (mistral_with_images, Mistral3ForConditionalGeneration)
 STABLELM = (StableLmConfig, StableLmForCausalLM)
 STARCODER2 = (Starcoder2Config, Starcoder2ForCausalLM)
+# By model type.
+MIXTURES = {
+    each.model_type: (each, of)
+    for each, of in (
+        (Dots1Config, Dots1ForCausalLM),
+        (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
+        (ExaoneMoeConfig, ExaoneMoeForCausalLM),
+        (FlexOlmoConfig, FlexOlmoForCausalLM),
+        (Glm4MoeConfig, Glm4MoeForCausalLM),
+        (GraniteMoeConfig, GraniteMoeForCausalLM),
+        (GraniteMoeSharedConfig, GraniteMoeSharedForCausalLM),
+        (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
+        (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
+        (HYV3Config, HYV3ForCausalLM),
+        (MellumConfig, MellumForCausalLM),
+        (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+        (OlmoeConfig, OlmoeForCausalLM),
+        (PhimoeConfig, PhimoeForCausalLM),
+        (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+        (SolarOpenConfig, SolarOpenForCausalLM),
+    )
+}
 PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
 
 
@@ -253,6 +307,39 @@ GPT_OSS_EXPERTS = heads(
         original_max_position_embeddings=32,
     ),
 )
+
+# Choices within two of four groups.
+GROUPED = dict(
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=16,
+    routed_scaling_factor=1.5,
+    norm_topk_prob=True,
+)
+EIGHT = dict(num_experts=8, num_experts_per_tok=3, num_hidden_layers=2, intermediate_size=16)
+GRANITE_EXPERTS = dict(
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    num_hidden_layers=2,
+    intermediate_size=16,
+    attention_multiplier=0.2,
+    embedding_multiplier=6.0,
+    residual_multiplier=0.3,
+    logits_scaling=4.0,
+    tie_word_embeddings=True,
+)
+
+
+def mixture(kind, **more):
+    """Returns a spec of the class in ``MIXTURES``: 4 query heads of 16 channels over 2 kv heads, 3 layers."""
+    told = ("olmoe", "granitemoe", "granitemoeshared", "flex_olmo", "ernie4_5_moe", "phimoe")
+    shape = {"hidden_size": 64} if kind in told else {"head_dim": 16}
+    shape |= {"num_hidden_layers": 3, "rope_parameters": rope(10000.0)}
+    return MIXTURES[kind], heads(4, 2, **{**shape, **more})
+
 
 SPECS = {
     "llama_mha": (LLAMA, heads(4, 4, rope_parameters=rope(10000.0))),
@@ -536,6 +623,111 @@ SPECS = {
         STARCODER2,
         heads(6, 2, sliding_window=20, rope_parameters=rope(100000.0), tie_word_embeddings=True),
     ),
+    # Two of four groups of experts, and a dense layer first.
+    "glm4_moe": mixture(
+        "glm4_moe",
+        **GROUPED,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        use_qk_norm=True,
+        rope_parameters=rope(10000.0, partial_rotary_factor=0.5),
+    ),
+    "dots1": mixture(
+        "dots1", **GROUPED, first_k_dense_replace=2, sliding_window=24, max_window_layers=1
+    ),
+    "exaone_moe": mixture(
+        "exaone_moe",
+        **{name: each for name, each in GROUPED.items() if "ed_experts" not in name},
+        num_experts=8,
+        num_shared_experts=1,
+        num_hidden_layers=2,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        mlp_layer_types=["sparse", "dense"],
+    ),
+    "solar_open": mixture("solar_open", **GROUPED, num_hidden_layers=2),
+    "hy_v3": mixture(
+        "hy_v3",
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        moe_intermediate_size=16,
+        router_scaling_factor=1.7,
+    ),
+    # Of 16 channels 8 are rotated, and all heads are normalised together.
+    "minimax_m2": mixture(
+        "minimax_m2",
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rotary_dim=8,
+        num_hidden_layers=2,
+        intermediate_size=16,
+    ),
+    # Dense layers by a list and by a step, and a shared expert with a gate.
+    "qwen2_moe": mixture(
+        "qwen2_moe",
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+        decoder_sparse_step=1,
+    ),
+    "ernie4_5_moe": mixture(
+        "ernie4_5_moe",
+        num_hidden_layers=2,
+        moe_num_experts=8,
+        moe_k=3,
+        moe_num_shared_experts=2,
+        moe_intermediate_size=16,
+        moe_layer_interval=2,
+        tie_word_embeddings=True,
+    ),
+    "olmoe": mixture("olmoe", **EIGHT, norm_topk_prob=False),
+    "flex_olmo": mixture("flex_olmo", **EIGHT, norm_topk_prob=True),
+    "mellum": mixture(
+        "mellum",
+        **EIGHT,
+        moe_intermediate_size=16,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": rope(10000.0),
+            "full_attention": rope(500000.0, **{**YARN, "rope_theta": 500000.0}),
+        },
+    ),
+    "granitemoe": mixture("granitemoe", **GRANITE_EXPERTS),
+    "granitemoeshared": mixture("granitemoeshared", **GRANITE_EXPERTS, shared_intermediate_size=24),
+    # Its margin is wide, so that more than one logit is close; its lengths are those of short factors.
+    "phimoe": mixture(
+        "phimoe",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        intermediate_size=16,
+        router_jitter_noise=0.3,
+        attention_bias=True,
+        lm_head_bias=True,
+        rope_parameters=rope(
+            10000.0,
+            rope_type="longrope",
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.1, 2.3],
+            long_factor=[1.0, 1.5, 2.5, 6.0, 11.0, 30.0, 31.0, 32.0],
+            short_mscale=1.25,
+            long_mscale=1.25,
+            original_max_position_embeddings=128,
+        ),
+    ),
+    "hunyuan_v1_dense": mixture(
+        "hunyuan_v1_dense",
+        num_hidden_layers=2,
+        attention_bias=True,
+        rope_parameters=rope(10000.0, rope_type="dynamic", alpha=20.0, factor=1.0),
+        tie_word_embeddings=True,
+    ),
+    "hunyuan_v1_moe": mixture(
+        "hunyuan_v1_moe", num_hidden_layers=2, num_experts=8, moe_topk=3, intermediate_size=16
+    ),
 }
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
@@ -567,9 +759,12 @@ def randomise(model):
     )
     middle = 0.0 if isinstance(model, gemmas) else 1.0
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [each for each in model.named_buffers() if each[0].endswith("_bias")]
+        for name, parameter in [*model.named_parameters(), *corrections]:
             if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
+            elif name.endswith("correction_bias"):
+                parameter.copy_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias") or "embed" in name:
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             else:
