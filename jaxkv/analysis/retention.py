@@ -28,7 +28,6 @@ from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import DecoderGraphs, Leaves
-from jaxkv.models.layers import get_float_weight
 from jaxkv.policies import AdaKV, SnapKV
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import resolve_policy
@@ -337,8 +336,7 @@ def _measure_output_change(
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
     """Return L1 changes `[B, n, w]` of a layer's attention output under n masks of kept prompt entries, and bounds."""
     block = graphs.rebuild_block(leaves)
-    _, heads, group, _, dim = q.shape
-    weight = get_float_weight(block.attention, "out").reshape(-1, heads, group, dim)
+    weight = block.attention.get_value_projection()
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
 
     def head(

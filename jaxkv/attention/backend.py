@@ -53,6 +53,7 @@ class BackendCapabilities:
         steps: forms of entries (`Store.kernels`) for which steps of one token run `compute_decode_attention` and
             `add_norm`.
         evicts: forms of entries that `evict_lowest_entries` and `move_segment_entries` read and write.
+        most_channels: largest head dim that its kernels support; wider heads are for XLA (`fit_head_dim`).
         custom_calls: names of custom calls in its programs, for which `jax.export` guarantees no compatibility.
     """
 
@@ -64,6 +65,7 @@ class BackendCapabilities:
     embeds_in_blocks: bool = False
     steps: frozenset[str] = frozenset()
     evicts: frozenset[str] = frozenset()
+    most_channels: int = 512
     custom_calls: tuple[str, ...] = ()
 
 

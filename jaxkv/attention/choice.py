@@ -103,11 +103,12 @@ def choose_attention_implementations(
     platform: str,
     dtype: jnp.dtype,
     head_dim: int,
+    entry_dim: int | None = None,
     capability: tuple[int, int] | None = None,
 ) -> PrefillDecodeImplementations:
     """Return `PrefillDecodeImplementations` by name or AUTO for device, dtype and head dim; ValueError if unsupported.
 
-    `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
+    `head_dim` is that of attention within a prompt, `entry_dim` that of a cache's entries if it differs. `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.
     """
     name = parse_attention_implementation(name)
@@ -120,9 +121,16 @@ def choose_attention_implementations(
         name = _INTERPRETED.get(name, name)
     remedy = get_attention_backend(name).get_unsupported_reason(setting)
     require(remedy is None, "implementation", name.value, remedy or "")
+    decode = Implementation.PALLAS if name in PREFILL_ONLY else name
     return PrefillDecodeImplementations(
-        prefill=name, decode=Implementation.PALLAS if name in PREFILL_ONLY else name
+        prefill=name, decode=fit_head_dim(decode, head_dim if entry_dim is None else entry_dim)
     )
+
+
+def fit_head_dim(implementation: Implementation, head_dim: int) -> Implementation:
+    """Return the implementation, or XLA for a head dim that is too large for its kernels."""
+    most = get_attention_backend(implementation).can.most_channels
+    return implementation if head_dim <= most else Implementation.XLA
 
 
 def get_cuda_capability(device: jax.Device) -> tuple[int, int] | None:

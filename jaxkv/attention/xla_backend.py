@@ -17,7 +17,7 @@ from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 class XlaBackend(AttentionBackend):
     """Backend in plain XLA for every device, the reference of the others; prompts are processed one by one."""
 
-    can = BackendCapabilities(at_once=False, sliding_windows=True)
+    can = BackendCapabilities(at_once=False, sliding_windows=True, most_channels=1 << 30)
 
     def compute_prefill_attention(
         self,

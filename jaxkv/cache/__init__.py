@@ -3,6 +3,7 @@
 from jaxkv.cache.arrays import CacheArrays, PolicyState, SegmentTables
 from jaxkv.cache.host_store import HostStore
 from jaxkv.cache.kv_cache import ConversationState, KVCache, repack_through_host
+from jaxkv.cache.latents import DenseLatentStore, Int4LatentStore, Int8LatentStore, LatentStore
 from jaxkv.cache.layout import SegmentLayout
 from jaxkv.cache.pools import EntryPool
 from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore
@@ -12,10 +13,14 @@ from jaxkv.cache.stores import DenseStore, Store
 __all__ = [
     "HostStore",
     "CacheArrays",
+    "DenseLatentStore",
     "DenseStore",
+    "Int4LatentStore",
     "Int4Store",
+    "Int8LatentStore",
     "Int8Store",
     "KVCache",
+    "LatentStore",
     "SegmentLayout",
     "MixedStore",
     "EntryPool",

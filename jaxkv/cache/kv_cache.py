@@ -264,7 +264,7 @@ class KVCache:
     @property
     def full_nbytes(self) -> int:
         """Bytes of unquantised entries if none were evicted: all tokens seen, in sliding-window layers the window's."""
-        each = self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
+        each = self.config.kv_heads * self.config.entry_elements * self.pools[0].dtype.itemsize
         return each * int(self._attended_tokens.sum())
 
     @property

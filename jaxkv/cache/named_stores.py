@@ -1,5 +1,7 @@
 """Stores by the names that policies accept. A new store needs its own file and a line here."""
 
+from jaxkv._errors import require
+from jaxkv.cache.latents import DenseLatentStore, Int4LatentStore, Int8LatentStore, LatentStore
 from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore
 from jaxkv.cache.stores import DenseStore, Store
 
@@ -9,3 +11,18 @@ STORES: dict[str, type[Store]] = {
     "int4": Int4Store,
     "mixed": MixedStore,
 }
+# The same encodings of entries whose value is their key.
+_LATENTS: dict[type[Store], type[LatentStore]] = {
+    DenseStore: DenseLatentStore,
+    Int8Store: Int8LatentStore,
+    Int4Store: Int4LatentStore,
+}
+
+
+def get_latent_store(store: type[Store]) -> type[Store]:
+    """Return the store of latents that encodes entries as `store` does; a store of latents unchanged, else ValueError."""
+    if issubclass(store, LatentStore):
+        return store
+    remedy = "no form of it holds latents, which are key and value at once: use 'dense', 'int8' or 'int4'"
+    require(store in _LATENTS, "store", store.__name__, remedy)
+    return _LATENTS[store]

@@ -17,7 +17,9 @@ from jaxkv.cache.encoding import UnknownClassError, decode_from_json, encode_as_
 from jaxkv.checkpoints.orbax_files import CACHE, read_manifest
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import ByteBudget
+from jaxkv.policies.model_policy import fit_store
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import resolve_policy
 from jaxkv.sharding.resharding import move_cache_to_mesh, reshard
@@ -82,7 +84,7 @@ def _read_cache_and_policy(folder: Path, given: Policy | None, *, on_host: bool)
         f"{folder} contains no cache: {CACHE.again}",
     )
     if given is not None:
-        made_by = _require_same_policy(given, encoded, cache.config.layers)
+        made_by = _require_same_policy(given, encoded, cache.config)
     return dataclasses.replace(cache, policy=made_by)
 
 
@@ -98,7 +100,7 @@ def _decode_policy(encoded: Any) -> Policy:
     return policy
 
 
-def _require_same_policy(given: Policy, encoded: Any, layers: int) -> Policy:
+def _require_same_policy(given: Policy, encoded: Any, config: ModelConfig) -> Policy:
     """Return policy `given`, the saved filter layers filled in; ValueError for a byte budget or if not as saved."""
     fields = encoded.get("fields") if isinstance(encoded, dict) else None
     # The manifest has the model's filter layers if the policy names none.
@@ -107,8 +109,9 @@ def _require_same_policy(given: Policy, encoded: Any, layers: int) -> Policy:
         ValueError
     ):  # A policy that rejects this number of layers is another one.
         given = given.fill_model_fields(
-            layers, tuple(filters) if isinstance(filters, list) else None
+            config.layers, tuple(filters) if isinstance(filters, list) else None
         )
+        given = fit_store(given, config)
     budget = given.composed.budget
     remedy = "a saved cache has its number of entries: omit the policy"
     require(not isinstance(budget, ByteBudget), "policy.budget", budget, remedy)

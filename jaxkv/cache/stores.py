@@ -33,11 +33,13 @@ class Store(abc.ABC):
         columns: divisor of the head dim that kernels require.
         transformed: True if entries are transformed by a Hadamard matrix, with the head's mean subtracted from keys,
             unless a policy compares keys.
+        values_are_keys: True if one array holds keys and values, which are equal (latents).
     """
 
     kernels: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[int] = 1
     transformed: ClassVar[bool] = False
+    values_are_keys: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Reset `kernels` to () in a new `Store` subclass that overrides methods but declares no `kernels`."""

@@ -167,7 +167,7 @@ def plan_prefill(
     uncompressed = sum(
         int(np.minimum(length, window or length).sum()) for window in config.sliding_windows
     )
-    full_bytes = times * uncompressed * heads * 2 * config.head_dim * item
+    full_bytes = times * uncompressed * heads * config.entry_elements * item
     return PrefillPlan(
         padded_len=padded_len,
         capacity=capacity,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import is_traced, select_array_module
 from jaxkv._errors import require
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, fit_head_dim
 from jaxkv.cache import CacheArrays, KVCache, PolicyState, SegmentTables
 from jaxkv.cache.host_store import HostStore, commit_to_device, offload_layer_entries
 from jaxkv.cache.packing import UnpackedEntries
@@ -173,7 +173,7 @@ def prefill_layers(prompts: "PrefillLayerSource") -> Walk[KVCache]:
             parts,
             key=prompts.merge_key,
             headroom=headroom,
-            implementation=prompts.implementation,
+            implementation=prompts.entry_implementation,
         )
     limit, state = create_policy_state(prompts, out, tuple(prompts.query_buffers))
     seen = jnp.copy(prompts.length)
@@ -205,6 +205,7 @@ class PrefillLayerSource(PromptEntrySource):
         whole: True if the top layer computes the hidden states of all tokens.
         to_host_store: entries of offloaded layers in host memory.
         centres: means of keys by layer, if the cache holds transformed entries.
+        entry_implementation: implementation of what reads entries as the cache holds them.
     """
 
     whole = False
@@ -242,6 +243,7 @@ class PrefillLayerSource(PromptEntrySource):
         self.policy = policy
         self.merge_key = key
         self.implementation = implementation
+        self.entry_implementation = fit_head_dim(implementation, config.head_dim)
         self.key = key if axes is None else move_to_sharding(key, get_array_sharding("", (), axes))
         self.dtype = needed.dtype
         self.reading = parts.build_read_config(self.sliding_windows, needed.padded_len)
@@ -267,7 +269,12 @@ class PrefillLayerSource(PromptEntrySource):
             yield _FIRST_PASS
         worth = (1 - _FIRST_PASS) * len(self.indices)
         peaks = yield from compute_peak_attention(
-            self.flat, self.ran, padded, replay, implementation=self.implementation, worth=worth
+            self.flat,
+            self.ran,
+            padded,
+            replay,
+            implementation=self.entry_implementation,
+            worth=worth,
         )
         for index in self.indices:
             self.ran[index].extras["replay"] = peaks[index]
@@ -340,7 +347,7 @@ class PrefillLayerSource(PromptEntrySource):
             extras=extras,
             sink_logits=out.sink_logits,
             softcap=flat.config.get_layer_spec(index).softcap,
-            implementation=self.implementation,
+            implementation=self.entry_implementation,
             axes=flat.axes,
             group_axes=flat.axes,
         )

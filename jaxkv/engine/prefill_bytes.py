@@ -311,17 +311,19 @@ class PrefillBytes:
             # XLA on a CPU runs prompts one by one in float32: queries of all prompts, keys and values of one, and a
             # copy of the returned arrays. The top layer attends from a single token.
             whole = not top or needs.sums or needs.norms
-            heads = self.batch * config.heads * whole
-            heads += 2 * config.kv_heads * (2 if top else 1 + self.batch)
-            return 4 * self.padded_len * config.head_dim * heads + self._scoring_block_bytes
+            numbers = self.batch * config.heads * config.prompt_head_dim * whole
+            numbers += 2 * config.kv_heads * config.head_dim * (2 if top else 1 + self.batch)
+            numbers += config.expanded_elements
+            return 4 * self.padded_len * numbers + self._scoring_block_bytes
         if top and not needs.sums:
             return max(WORKSPACE, self._scoring_block_bytes)
         tokens = self.batch * choose_prefill_block_size(self.padded_len, self.batch)
-        queries = self.batch * config.heads * self.padded_len * config.head_dim * self.item
+        queries = self.batch * config.heads * self.padded_len * config.prompt_head_dim * self.item
+        expanded = self.batch * self.padded_len * config.expanded_elements * self.item
         # Arrays of the queries' size (queries, output, copies), and the log-sum-exp of each query.
         attend = (
             queries * backend.can.query_copies + 4 * self.batch * config.heads * self.padded_len
-        )
+        ) + expanded
         if needs.sums or config.sink_logits:
             attend += backend.count_column_sum_bytes(
                 self.batch, self.padded_len, config.heads, queries

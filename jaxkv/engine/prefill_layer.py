@@ -6,14 +6,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv._dataclasses import frozen_dataclass
-from jaxkv.attention import AttentionBackend, Implementation, get_attention_backend
+from jaxkv.attention import (
+    AttentionBackend,
+    Implementation,
+    fit_head_dim,
+    get_attention_backend,
+)
 from jaxkv.attention.steps import GatheredEntries
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 from jaxkv.engine.lengths import QUERY_BLOCK, choose_block_size, choose_prefill_block_size
 from jaxkv.engine.moments import compute_prompt_query_moments, sum_attention_in_blocks
 from jaxkv.engine.segments import restrict_to_window
 from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves
-from jaxkv.models.layers import get_float_weight
 from jaxkv.models.rope import RopeTables
 from jaxkv.policies.scorer import ExtraInputs, Needs
 from jaxkv.sharding.collectives import average_over_devices
@@ -79,6 +83,7 @@ def layer(
     if needs.hidden:
         extras["hidden"] = block.normalise_for_attention(x)
     backend = get_attention_backend(implementation)
+    config = block.config
     reach = block.spec.sliding_window
     attends = (
         backend
@@ -90,9 +95,8 @@ def layer(
     if needs.unrotated:
         extras["unrotated"] = unrotated[0]
     if sums is not None:
-        extras["sums"] = sums
+        extras["sums"] = sums.reshape(batch, config.kv_heads, config.group_size, padded_len)
     if last:
-        config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
         seen = SegmentRanges.make_strided_ranges(
             jnp.broadcast_to(length[:, None], (batch, config.kv_heads)), padded_len
@@ -100,7 +104,8 @@ def layer(
         if reach is not None:
             start, held = restrict_to_window(seen.start, seen.length, reach)
             seen = SegmentRanges(start=start, length=held, walk=SegmentReadMode.WINDOWS)
-        out, _ = backend.attend_to_segments(
+        cached = get_attention_backend(fit_head_dim(implementation, config.head_dim))
+        out, _ = cached.attend_to_segments(
             block.compute_rotated_queries(
                 block.normalise_for_attention(final), table.gather_positions((length - 1)[:, None])
             )[..., 0, :],
@@ -130,11 +135,7 @@ def compute_value_norms(block: DecoderBlock, v: Float[Array, "B K S D"]) -> Floa
     """
     batch, heads, padded_len, dim = v.shape
     size = choose_block_size(padded_len, _BLOCKS)
-    weight = (
-        get_float_weight(block.attention, "out")
-        .astype(v.dtype)
-        .reshape(-1, heads, block.config.group_size, dim)
-    )
+    weight = block.attention.get_value_projection().astype(v.dtype)
 
     def norms(part: Array) -> Array:
         seen = jnp.einsum("bksd,ekgd->bkgse", part, weight, preferred_element_type=jnp.float32)
@@ -181,12 +182,14 @@ def _run_block_by_sequence(
                 put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True)
             )
             return buffers, put(
-                q, block.compute_rotated_queries(normed, by)[0], (0, 0, first, 0)
+                q, block.compute_prompt_queries(normed, by)[0], (0, 0, first, 0)
             ) if attends else q
 
         buffers, x, sums, q = carry
         buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
-        k_row, v_row = (each[row] for each in buffers[:2])
+        k_row, v_row = (
+            each[0] for each in block.expand_entries(*(each[row][None] for each in buffers[:2]))
+        )
 
         def attend(index, carry):
             x, sums = carry
@@ -204,22 +207,17 @@ def _run_block_by_sequence(
                 sums = sums.at[row].add(mass[0])
             if not last:
                 part = lax.dynamic_slice(x, (row, first, 0), (1, size, width))
-                x = put(x, block.apply_output_and_mlp(part, out), (row, first, 0))
+                x = put(x, block.apply_prompt_output_and_mlp(part, out), (row, first, 0))
             return x, sums
 
         if attends:
             x, sums = lax.fori_loop(0, blocks[row], attend, (x, sums))
         return buffers, x, sums, q
 
-    sums = (
-        jnp.zeros((batch, config.kv_heads, config.group_size, padded_len), jnp.float32)
-        if needs.sums
-        else None
-    )
+    heads = config.prompt_kv_heads, config.heads // config.prompt_kv_heads
+    sums = jnp.zeros((batch, *heads, padded_len), jnp.float32) if needs.sums else None
     # One sequence's queries, computed with its keys and values from the same norm.
-    q = jnp.zeros(
-        (config.kv_heads, config.group_size, padded_len if attends else 0, config.head_dim), x.dtype
-    )
+    q = jnp.zeros((*heads, padded_len if attends else 0, config.prompt_head_dim), x.dtype)
     carry = (_allocate_keys_values(block, x, needs.unrotated), x, sums, q)
     buffers, x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
     return x, buffers, sums
@@ -261,12 +259,11 @@ def _run_block_in_batch(
     buffers = lax.fori_loop(
         0, padded_len // size, project, (lax.empty(shape, x.dtype),) * (3 if needs.unrotated else 2)
     )
-    k, v = buffers[:2]
 
     def queries(index, q):
         return put(
             q,
-            block.compute_rotated_queries(normed(index), table.slice_positions(index * size, size)),
+            block.compute_prompt_queries(normed(index), table.slice_positions(index * size, size)),
             (0, 0, 0, index * size, 0),
         )
 
@@ -275,13 +272,15 @@ def _run_block_in_batch(
         mine = lax.dynamic_slice_in_dim(out, index * size, size, axis=3)
         return put(
             x,
-            block.apply_output_and_mlp(part, mine, apart=backend.can.operands_apart),
+            block.apply_prompt_output_and_mlp(part, mine, apart=backend.can.operands_apart),
             (0, index * size, 0),
         )
 
     sums = None
     if needs.sums or not last:
-        grouped = (batch, config.kv_heads, config.group_size, padded_len, config.head_dim)
+        k, v = block.expand_entries(*buffers[:2])
+        heads = config.prompt_kv_heads
+        grouped = (batch, heads, config.heads // heads, padded_len, config.prompt_head_dim)
         q = lax.fori_loop(0, padded_len // size, queries, lax.empty(grouped, x.dtype))
         out, lse = backend.compute_prefill_attention(
             q,

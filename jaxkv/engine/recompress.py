@@ -35,6 +35,7 @@ from jaxkv.engine.segments import Segments
 from jaxkv.engine.selection import Candidates, compute_entry_limits, keep_last_entries
 from jaxkv.models.config import SlidingWindows
 from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
+from jaxkv.models.rope import zero_rotated_channels
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.head_budgets import HeadBudgets, get_device_capacity, multiply_rounding_down
 from jaxkv.policies.parts import DecodingCompressionConfig, Parts
@@ -373,6 +374,8 @@ def gather_layer_entries(layer: CachedLayer, static: CachedLayerConfig) -> Unpac
         batch, heads * padded_len
     )
     k, v = pool.store.gather_entries(row).decode_entries()
+    if pool.store.values_are_keys:
+        v = zero_rotated_channels(v, static.spec.rope)
     score = (
         None
         if pool.score is None

@@ -24,7 +24,6 @@ from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.progress import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves, SplitDecoder
-from jaxkv.models.layers import get_float_weight
 from jaxkv.models.rope import compute_rope_tables
 from jaxkv.policies.scorer import PromptReplay
 from jaxkv.sharding.mesh import get_array_sharding, place_host_array
@@ -274,11 +273,7 @@ def _compute_projected_norms(
     block: DecoderBlock, v: Float[Array, "B K C D"]
 ) -> Float[Array, "B K G C"]:
     """Return float32 L2 norms `[B, K, G, C]` of values after the output projection of each query head."""
-    heads = v.shape[1]
-    dim = v.shape[3]
-    weight = get_float_weight(block.attention, "out").reshape(
-        -1, heads, block.config.group_size, dim
-    )
+    weight = block.attention.get_value_projection()
     # |v W|^2 = v (W W^T) v^T avoids an array of C entries of the model's width.
     gram = exact_einsum("ekgi,ekgj->kgij", weight, weight)
     wide = v.astype(jnp.float32)

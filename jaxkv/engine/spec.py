@@ -15,6 +15,7 @@ from jaxkv.attention import (
     Implementation,
     PrefillDecodeImplementations,
     choose_attention_implementations,
+    fit_head_dim,
     get_attention_backend,
     get_cuda_capability,
     parse_attention_implementation,
@@ -205,6 +206,7 @@ def create_decode_spec(
     ongoing = parts.decoding_compression
     most = None
     reading = parts.build_read_config(flat.config.sliding_windows, padded_len)
+    implementation = fit_head_dim(implementation, flat.config.head_dim)
     if ongoing.compresses and parts.cache_layout.uses_shared_pool and not extended:
         most = bound_segment_length(parts, padded_len, flat.config.sliding_windows)
     return DecodeSpec(
@@ -269,7 +271,8 @@ def select_implementations(
         asked,
         platform=jax.default_backend() if axes is None else axes.platform,
         dtype=params.dtype,
-        head_dim=params.config.head_dim,
+        head_dim=params.config.prompt_head_dim,
+        entry_dim=params.config.head_dim,
         capability=get_cuda_capability(device),
     )
     if not read.prefill_chunk_tokens:

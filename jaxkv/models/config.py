@@ -15,11 +15,13 @@ from jaxkv.models.hub import read_config_fields
 from jaxkv.models.values import (
     ACTIVATIONS,
     ExpertsConfig,
+    LatentConfig,
     LayerSpec,
     LongRope,
     Rope,
     check_number_fields,
     compute_channel_order,
+    count_rotated_channels,
 )
 
 # Sliding window of each layer in tokens, None for full attention.
@@ -68,6 +70,8 @@ class ModelConfig:
         logit_scale: factor of logits.
         logit_softcap: c, which maps scaled logits to c * tanh(logit / c); None for none (Gemma 2).
         experts: the mixture of experts that replaces the MLP of every block without a `dense_hidden`, or None.
+        latent: multi-head latent attention (DeepSeek-V2): one kv head, whose key of `latent.entry_dim` channels is also
+            the value; None for keys and values per head.
         bos: id of the beginning-of-sequence token, or None.
         eos: ids of the tokens that end a generation.
     """
@@ -107,6 +111,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -127,7 +132,7 @@ class ModelConfig:
         shares = {rope.share for rope in ropes}
         remedy = "layers differ in the order of channels: give all the same"
         require(len(shares) == 1, "share", sorted(shares), remedy)
-        count = int(self.head_dim * min(shares))
+        count = min(count_rotated_channels(rope, self.head_dim) for rope in ropes)
         remedy = (
             f"{count} of head_dim={self.head_dim} channels are rotated: give an even "
             "number of 2 or more"
@@ -172,11 +177,18 @@ class ModelConfig:
             alone = not (self.experts.bias and self.parallel)
             remedy = "biases of experts are not supported in parallel blocks: give bias=False"
             yield "experts", alone, remedy
+        if self.latent is not None:
+            fits = self.kv_heads == 1 and self.head_dim == self.latent.entry_dim
+            remedy = f"its entries need kv_heads=1 and head_dim={self.latent.entry_dim}"
+            yield "latent", fits, remedy
+            plain = not (self.qkv_bias or self.out_bias or self.sink_logits or normed or self.qk_layer_norm)
+            remedy = "biases, sink logits and norms of queries and keys are not supported with it: omit these"
+            yield "latent", plain and self.norms == "before" and not self.parallel, remedy
 
     @property
     def has_llama_blocks(self) -> bool:
-        """True if blocks suit fused steps: serial, plain RMS norm first, dense SwiGLU; no residual scale, q/k gains."""
-        mlp = self.gated and self.activation == "silu" and self.experts is None
+        """True if blocks suit fused steps: serial, plain RMS norm first, dense SwiGLU; no residual scale, gains, latents."""
+        mlp = self.gated and self.activation == "silu" and self.experts is None and self.latent is None
         plain = mlp and self.residual_scale == 1
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
         scaled = self.has_qk_gains or self.qk_norm_rotated
@@ -215,6 +227,26 @@ class ModelConfig:
     def group_size(self) -> int:
         """Number of query heads that share a kv head, G."""
         return self.heads // self.kv_heads
+
+    @property
+    def entry_elements(self) -> int:
+        """Numbers in an entry of one kv head: a key's and a value's, or those of a latent, which is both."""
+        return (2 if self.latent is None else 1) * self.head_dim
+
+    @property
+    def prompt_kv_heads(self) -> int:
+        """Kv heads of attention within a prompt: K, or for latents H, because every head's keys are projected."""
+        return self.kv_heads if self.latent is None else self.heads
+
+    @property
+    def prompt_head_dim(self) -> int:
+        """Head dim of attention within a prompt: D, or for latents that of projected keys or values if wider."""
+        return self.head_dim if self.latent is None else max(self.latent.query_dim, self.latent.value)
+
+    @property
+    def expanded_elements(self) -> int:
+        """Numbers in a token's keys and values of all heads, projected from its latent within a prompt; else 0."""
+        return 0 if self.latent is None else 2 * self.heads * self.prompt_head_dim
 
     @property
     def channel_permutation(self) -> tuple[int, ...] | None:

@@ -23,12 +23,14 @@ from jaxkv.models.layers import (
     add_linear_weight,
     apply_linear,
     apply_linear_split_k,
+    get_float_weight,
     get_parameter_array,
     make_empty_parameter,
     multiply_by_weight,
 )
+from jaxkv.models.latent import LatentAttention
 from jaxkv.models.mixture import MixtureMLP
-from jaxkv.models.rope import RopeTables, apply_rope
+from jaxkv.models.rope import RopeTables, apply_rope, zero_rotated_channels
 from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import LayerSpec
 from jaxkv.sharding.collectives import get_shard_offset, sum_over_devices
@@ -77,6 +79,10 @@ class AttentionParameters(nnx.Module):
         )
         self.k_gain = make_empty_parameter(heads, dim, dtype=dtype) if config.has_qk_gains else None
 
+    def get_value_projection(self) -> Float[Array, "E K G D"]:
+        """Return the float32 output projection by query head: what a value becomes at the layer's output."""
+        return get_float_weight(self, "out").reshape(-1, *self.q[...].shape[:3])
+
 
 class DecoderBlock(nnx.Module):
     """Transformer block without its attention: QKV projections before it, output projection and MLP after it."""
@@ -90,7 +96,7 @@ class DecoderBlock(nnx.Module):
         before = config.norms != "after"
         after = config.norms != "before"
         self.attention_norm: Any = _make_norm(config, dtype) if before else None
-        self.attention = AttentionParameters(config, dtype=dtype, weights=weights)
+        self.attention: Any = _make_attention(config, dtype, weights)
         self.attention_out_norm: Any = _make_norm(config, dtype) if after else None
         self.mlp_norm: Any = (
             _make_norm(config, dtype) if before and not config.shared_norm else None
@@ -194,6 +200,22 @@ class DecoderBlock(nnx.Module):
             None
         ]
 
+    def compute_prompt_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B K G N D"]:
+        """Return rotated queries for attention within a prompt; K, G and D may differ from those of the cache."""
+        return self.compute_rotated_queries(normed, by)
+
+    def expand_entries(
+        self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"]
+    ) -> tuple[Float[Array, "B H S C"], Float[Array, "B H S C"]]:
+        """Return keys and values for attention within a prompt from rotated keys and values of the cache."""
+        return k, v
+
+    def apply_prompt_output_and_mlp(
+        self, x: Hidden, attended: Float[Array, "B K G N D"], *, apart: bool = False
+    ) -> Hidden:
+        """Return hidden states like `apply_output_and_mlp`, from the output of attention within a prompt."""
+        return self.apply_output_and_mlp(x, attended, apart=apart)
+
     def apply_output_and_mlp(
         self, x: Hidden, attended: Float[Array, "B K G N D"], *, apart: bool = False
     ) -> Hidden:
@@ -232,6 +254,55 @@ class DecoderBlock(nnx.Module):
         return (x.astype(jnp.float32) + self._scale_residual_branch(added, None)).astype(x.dtype)
 
 
+class LatentBlock(DecoderBlock):
+    """Block with multi-head latent attention: one kv head of latents, or all heads' keys and values within a prompt."""
+
+    def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
+        """Return scaled queries `[B, 1, H, N, D]` of latents before RoPE, float32."""
+        return self._scale_queries(
+            self.attention.absorb_queries(self.attention.project_queries(normed))
+        )
+
+    def compute_keys_values(
+        self, normed: Hidden
+    ) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
+        """Return unrotated entries, float32; and as values the same without the rotated channels."""
+        k = self.attention.project_latents(normed)
+        return k, zero_rotated_channels(k, self.spec.rope).astype(normed.dtype)
+
+    def compute_prompt_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B H 1 N C"]:
+        """Return each head's rotated queries; C is the width of its keys, or of its values if these are wider."""
+        q = jnp.moveaxis(self.attention.project_queries(normed), 2, 1)
+        turn = by.scale_for_queries().keep_first_channels(q.shape[-1])
+        return self._scale_queries(self._pad_head_dim(apply_rope(q, turn))).astype(normed.dtype)
+
+    def expand_entries(
+        self, k: Float[Array, "B 1 S D"], v: Float[Array, "B 1 S D"]
+    ) -> tuple[Float[Array, "B H S C"], Float[Array, "B H S C"]]:
+        """Return each head's keys and values, padded to one width by zeros; the entries are their own values."""
+        keys, values = self.attention.expand_keys_values(k)
+        return self._pad_head_dim(keys), self._pad_head_dim(values)
+
+    def apply_prompt_output_and_mlp(
+        self, x: Hidden, attended: Float[Array, "B H 1 N C"], *, apart: bool = False
+    ) -> Hidden:
+        """Return hidden states after the output projection, the MLP and both sums, from each head's mean values."""
+        value = self.attention.widths.value
+        return super().apply_output_and_mlp(x, attended[..., :value], apart=apart)
+
+    def apply_output_and_mlp(
+        self, x: Hidden, attended: Float[Array, "B 1 H N D"], *, apart: bool = False
+    ) -> Hidden:
+        """Return hidden states after the output projection, the MLP and both sums, from each head's mean entries."""
+        return super().apply_output_and_mlp(
+            x, self.attention.expand_outputs(attended), apart=apart
+        )
+
+    def _pad_head_dim(self, x: Float[Array, "*n c"]) -> Float[Array, "*n C"]:
+        """Pad queries, keys or values with zeros to the head dim of attention within a prompt."""
+        return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, self.config.prompt_head_dim - x.shape[-1])))
+
+
 def _rotate(
     x: Float[Array, "B *heads N D"], by: RopeTables, dtype: jnp.dtype, norm: RMSNorm | None
 ) -> Float[Array, "B *heads N D"]:
@@ -247,6 +318,13 @@ def _make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     if config.layer_norm:
         return LayerNorm(config.embed, eps=config.norm_eps, dtype=dtype, bias=config.norm_bias)
     return RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype, offset=float(config.norm_offset))
+
+
+def _make_attention(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
+    """Make a block's uninitialised `AttentionParameters`, or `LatentAttention` if the config has latents."""
+    if config.latent is None:
+        return AttentionParameters(config, dtype=dtype, weights=weights)
+    return LatentAttention(config, config.latent, dtype=dtype, weights=weights)
 
 
 def _make_mlp(config: ModelConfig, spec: LayerSpec, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
@@ -273,9 +351,10 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype(dtype)
         narrow = dtype if weights is None else jnp.dtype(weights)
         self.embedding = make_empty_parameter(config.vocab, config.embed, dtype=dtype)
+        block = DecoderBlock if config.latent is None else LatentBlock
         self.blocks = nnx.List(
             [
-                DecoderBlock(config, config.get_layer_spec(layer), dtype=dtype, weights=narrow)
+                block(config, config.get_layer_spec(layer), dtype=dtype, weights=narrow)
                 for layer in range(config.layers)
             ]
         )

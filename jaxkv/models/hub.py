@@ -15,7 +15,14 @@ from jaxkv.checkpoints.hub_config import (
     read_rope_keys,
 )
 from jaxkv.models.hub_rope import read_rope
-from jaxkv.models.values import ExpertsConfig, LayerSpec, NoRope, Rope, check_positive
+from jaxkv.models.values import (
+    ExpertsConfig,
+    LatentConfig,
+    LayerSpec,
+    NoRope,
+    Rope,
+    check_positive,
+)
 
 # Fields of `ExpertsConfig` by the config keys that give them, and their checks; `shared_count` times the width of an
 # expert is the width of shared experts.
@@ -88,6 +95,8 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
     fields |= {**family.switches, **_read_scales(config)}
     if kind == "falcon":
         fields |= _read_falcon_fields(config, heads, fields["kv_heads"])
+    if "kv_lora_rank" in config:
+        fields |= _read_latent_fields(config, heads)
     return fields | _read_layer_fields(config, layers, longest)
 
 
@@ -190,6 +199,40 @@ def _read_falcon_fields(config: Config, heads: int, kv_heads: int) -> dict[str, 
     }
 
 
+def _read_latent_fields(config: Config, heads: int) -> dict[str, Any]:
+    """Return a multi-head latent attention's `ModelConfig` fields; ValueError for fewer kv heads than heads."""
+    keys = {
+        "rank": "kv_lora_rank",
+        "rotated": "qk_rope_head_dim",
+        "unrotated": "qk_nope_head_dim",
+        "value": "v_head_dim",
+        "query_rank": "q_lora_rank",
+    }
+    widths = {
+        name: validate_int(key, config[key]) for name, key in keys.items() if config[key] is not None
+    }
+    latent = LatentConfig(**widths)
+    given = config["num_key_value_heads"]
+    require(given == heads, "num_key_value_heads", given, f"keys are of every head: give {heads}")
+    return {
+        "latent": latent,
+        "kv_heads": 1,
+        "head_dim": latent.entry_dim,
+        "interleaved": validate_bool("rope_interleave", config.get("rope_interleave", True)),
+    }
+
+
+def _compute_latent_scale(config: Config) -> float:
+    """Return the attention scale of heads' keys: 1 / sqrt of their width, times YaRN's squared magnitude."""
+    _, rope = read_rope_keys(config)
+    scale = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
+    if not rope.get("mscale_all_dim"):
+        return float(scale)
+    magnitude = check_positive("rope_scaling.mscale_all_dim", rope["mscale_all_dim"])
+    factor = check_positive("rope_scaling.factor", rope.get("factor"))
+    return float(scale * (1 + 0.1 * magnitude * math.log(max(1.0, factor))) ** 2)
+
+
 def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, Any]:
     """Return `ModelConfig` fields: `rope` for equal layers that differ in nothing else; otherwise `kinds`, a period."""
     kind = config["model_type"]
@@ -209,6 +252,8 @@ def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, A
         scale = check_positive("attention_multiplier", config["attention_multiplier"])
     if "query_pre_attn_scalar" in config:
         scale = check_positive("query_pre_attn_scalar", config["query_pre_attn_scalar"]) ** -0.5
+    if "kv_lora_rank" in config:
+        scale = _compute_latent_scale(config)
     dense = _read_dense_widths(config, layers)
     specs = [
         LayerSpec(rope=rope, sliding_window=width, scale=scale, softcap=softcap, dense_hidden=own)

@@ -52,7 +52,10 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     # MiniMax's files say how many channels are rotated.
     share = keys.pop("partial_rotary_factor", config.get("rotary_dim", dim) / dim)
     remedy = f"give a share of the channels above 0; only {', '.join(_PARTIAL)} rotate a part"
-    require(share == 1.0 or family in _PARTIAL, "partial_rotary_factor", share, remedy)
+    # Mistral 4 gives the share of a head's channels.
+    rotated, others = (config.get(f"qk_{each}_head_dim", 0) for each in ("rope", "nope"))
+    whole = share in (1.0, rotated / max(1, rotated + others))
+    require(whole or family in _PARTIAL, "partial_rotary_factor", share, remedy)
     kind = keys.pop("type", "default")
     kind = keys.pop("rope_type", kind)
     known = _ROPES
@@ -73,7 +76,10 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         # A larger base, whatever the text's length: all other numbers change nothing.
         alpha = check_positive("rope_scaling.alpha", keys["alpha"])
         kind, keys, theta = "default", {}, theta * alpha ** (dim / (dim - 2))
-    if family == "ministral3":
+    if rotated:
+        # An entry's other channels are a latent.
+        share = rotated / (rotated + config["kv_lora_rank"])
+    if family in ("ministral3", "mistral4"):
         known = {"yarn": Ministral3Rope}
         keys.pop("max_position_embeddings", None)
     require(

@@ -120,6 +120,11 @@ class RopeTables:
         more = q.shape[1] - self.query_scale.shape[0]
         return q * jnp.pad(self.query_scale[..., None], ((0, more), *((0, 0),) * 3))
 
+    def keep_first_channels(self, channels: int) -> "RopeTables":
+        """Return the `RopeTables` of heads of `channels`, at most these tables' D and more than the rotated ones."""
+        cos, sin = (each[..., : channels // 2] for each in (self.cos, self.sin))
+        return RopeTables(cos=cos, sin=sin, query_scale=self.query_scale)
+
     def slice_positions(self, first: Int[Array, ""], size: int) -> "RopeTables":
         """Return the `RopeTables` of `size` consecutive positions, from index `first` of these tables on."""
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
@@ -156,3 +161,27 @@ def apply_rope(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return lax.convert_element_type(turned, x.dtype if dtype is None else dtype)
+
+
+def join_rotated_channels(
+    rotated: Float[Array, "*n r"], others: Float[Array, "*n u"]
+) -> Float[Array, "*n D"]:
+    """Concatenate rotated and other channels in the order of `apply_rope`: pairs (i, i + D/2), the rotated ones first."""
+    halves = zip(jnp.split(rotated, 2, axis=-1), jnp.split(others, 2, axis=-1), strict=True)
+    return jnp.concatenate([part for half in halves for part in half], axis=-1)
+
+
+def split_rotated_channels(
+    x: Float[Array, "*n D"], rotated: int
+) -> tuple[Float[Array, "*n r"], Float[Array, "*n u"]]:
+    """Return the `rotated` channels, and the other ones, of vectors in the order of `apply_rope`."""
+    halves = [jnp.split(half, [rotated // 2], axis=-1) for half in jnp.split(x, 2, axis=-1)]
+    first, others = (jnp.concatenate(parts, axis=-1) for parts in zip(*halves, strict=True))
+    return first, others
+
+
+def zero_rotated_channels(x: Float[Array, "*n D"], rope: Rope) -> Float[Array, "*n D"]:
+    """Return vectors with the channels that `rope` rotates set to 0: the value of an entry that is a latent."""
+    half = x.shape[-1] // 2
+    rotated = jnp.arange(x.shape[-1], dtype=jnp.int32) % half < count_rotated_channels(rope, x.shape[-1]) // 2
+    return jnp.where(rotated, jnp.zeros((), x.dtype), x)

@@ -18,6 +18,14 @@ _ROTATED = tuple(
     f"attention.{each}" for each in ("q", "q_gain", "k_gain", "q_norm.scale", "k_norm.scale")
 )
 
+# Names of the tensors of latents by parameter.
+_LATENTS = {
+    "latent": "kv_a_proj_with_mqa",
+    "latent_norm.scale": "kv_a_layernorm",
+    "q_down": "q_a_proj",
+    "q_down_norm.scale": "q_a_layernorm",
+}
+
 
 @frozen_dataclass
 class TensorSource:
@@ -131,6 +139,8 @@ def _yield_parameter_sources(
         yield from _yield_falcon_sources(base, name, kind == "bias", config)
     elif family == "phi3" and fused:
         yield from _yield_phi3_sources(base, f"{prefix}self_attn.qkv_proj.weight", shape, config)
+    elif config.latent is not None and base.startswith("attention.") and base != "attention.out":
+        yield _make_latent_source(base.removeprefix("attention."), f"{prefix}self_attn", shape, config)
     elif base == "attention.sink_logits":
         yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
     elif base == "mlp.xielu":
@@ -187,6 +197,36 @@ def _make_tensor_source(name: str, shape: Shape, at: Shape = ()) -> TensorSource
     """Return the `TensorSource` of a tensor that fills a parameter, or its slice `at`, output axes flattened."""
     vector = name.endswith(".bias") or len(shape) == 1
     return TensorSource(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
+
+
+def _make_latent_source(base: str, prefix: str, shape: Shape, config: ModelConfig) -> TensorSource:
+    """Return the `TensorSource` of a parameter of `LatentAttention`, channels in the order of `apply_rope`."""
+    latent = config.latent
+    assert latent is not None
+    if base in ("key_up", "value_up"):
+        # One tensor holds, for every head, its projection of keys, then that of values.
+        begin = 0 if base == "key_up" else latent.unrotated
+        both = latent.unrotated + latent.value
+        return TensorSource(
+            name=f"{prefix}.kv_b_proj.weight",
+            axes=((1, shape[1], both), shape[-1:]),
+            pick=(range(1), range(shape[1]), range(begin, begin + shape[2])),
+        )
+    turned = list(range(latent.rotated))
+    halves = turned[::2], turned[1::2]
+    if not config.interleaved:
+        halves = turned[: latent.rotated // 2], turned[latent.rotated // 2 :]
+    if base == "q":
+        name = "q_proj" if latent.query_rank is None else "q_b_proj"
+        first, second = ([latent.unrotated + at for at in half] for half in halves)
+        middle = latent.unrotated // 2
+        order = (*first, *range(middle), *second, *range(middle, latent.unrotated))
+        return dataclasses.replace(_make_tensor_source(f"{prefix}.{name}.weight", shape), order=order)
+    source = _make_tensor_source(f"{prefix}.{_LATENTS[base]}.weight", shape)
+    if base != "latent":
+        return source
+    order = (*range(latent.rank), *(latent.rank + at for half in halves for at in half))
+    return dataclasses.replace(source, order=order)
 
 
 def _yield_falcon_sources(

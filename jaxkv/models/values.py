@@ -38,6 +38,7 @@ def check_positive_numbers(name: str, value: Any) -> tuple[float, ...]:
 # Check of a field by its declared type.
 READERS: dict[Any, Callable[..., Any]] = {
     "int": validate_int,
+    "int | None": validate_int,
     "float": check_positive,
     "float | None": check_positive,
     "bool": validate_bool,
@@ -136,10 +137,10 @@ class YarnRope(Rope):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.beta_fast > self.beta_slow,
+            self.beta_fast >= self.beta_slow,
             "beta_fast",
             self.beta_fast,
-            f"give a value above {self.beta_slow=}",
+            f"give a value of at least {self.beta_slow=}",
         )
 
 
@@ -194,7 +195,8 @@ class LongRope(Rope):
 
 def count_rotated_channels(rope: Rope, head_dim: int) -> int:
     """Return how many of a head's D channels RoPE rotates: the share of D, rounded down."""
-    return int(head_dim * rope.share)
+    # A share that is a quotient of channels may be rounded down.
+    return int(head_dim * rope.share + 1e-9)
 
 
 def compute_channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int, ...]:
@@ -302,6 +304,46 @@ class ExpertsConfig:
         require(self.groups == 1 or self.leaders <= size, "leaders", self.leaders, remedy)
         remedy = "SparseMixer chooses two experts: give chosen=2"
         require(self.jitter is None or self.chosen == 2, "jitter", self.jitter, remedy)
+
+
+@frozen_dataclass
+class LatentConfig:
+    """Static config of multi-head latent attention: a cache entry is one latent and one rotated key, for all heads.
+
+    Attributes:
+        rank: channels of a latent, from which every head's unrotated key and value are projected.
+        rotated: rotated key channels, which all heads share; behind the latent they complete an entry.
+        unrotated: unrotated key channels of a head.
+        value: value channels of a head.
+        query_rank: channels of the latent that queries are projected from; None projects them from hidden states.
+
+    References:
+        DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+
+    rank: int
+    rotated: int
+    unrotated: int
+    value: int
+    query_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number_fields(self)
+        for name in ("rank", "rotated", "unrotated"):
+            count = getattr(self, name)
+            require(count % 2 == 0, name, count, "odd: channels are rotated in pairs: give an even number")
+        remedy = f"give at least unrotated={self.unrotated} channels"
+        require(self.rank >= self.unrotated, "rank", self.rank, remedy)
+
+    @property
+    def entry_dim(self) -> int:
+        """Channels of an entry, D: its latent and its rotated key."""
+        return self.rank + self.rotated
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a head's query and key as projected: unrotated and rotated ones."""
+        return self.unrotated + self.rotated
 
 
 def check_weight_format(given: Any) -> str | None:

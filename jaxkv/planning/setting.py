@@ -88,7 +88,7 @@ class Workload:
         dtype = jnp.dtype(self.dtype)
         if platform == "cuda":
             return Implementation.PALLAS
-        dim = self.config.head_dim
+        dim = self.config.prompt_head_dim
         return choose_attention_implementations(
             Implementation.AUTO, platform=platform, dtype=dtype, head_dim=dim
         ).prefill

@@ -96,6 +96,7 @@ def explain_missing_rate(setting: Workload) -> str:
     reasons = {
         "no rates were measured on a CPU": not isinstance(setting.gpu, Accelerator),
         "attention within sliding windows has not been measured": any(config.sliding_windows),
+        "attention to latents has not been measured": config.latent is not None,
         "entries are loaded from host memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
         "each step decodes these entries": not parts.kernels_read_as_stored(config.head_dim),
@@ -204,7 +205,7 @@ def count_prefill_flops(setting: Workload, weights: float) -> tuple[float, float
     again = 0.0
     # 4 FLOP per query, key and channel, and half of the pairs.
     pairs = tokens**2 / 2
-    channels = local.layers * local.heads * local.head_dim
+    channels = local.layers * local.heads * local.prompt_head_dim
     scores = 2 * pairs * channels if needs.sums else 0.0
     if needs.replay is not None:
         # A second pass: each chunk, and the tokens between chunks, attend to the whole prompt, and logits are read.

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 
 from jaxkv._checks import ENDLESS
 from jaxkv._errors import build_value_error, require
+from jaxkv.cache.named_stores import get_latent_store
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import ByteBudget
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import resolve_policy
-from jaxkv.policies.wrapper import replace_policy_budget
+from jaxkv.policies.wrapper import replace_policy_budget, replace_policy_store
 
 
 def resolve_policy_for_model(
@@ -38,8 +39,31 @@ def resolve_policy_for_model(
         TypeError: for anything but a policy.
     """
     policy = resolve_policy(given, field=field).fill_model_fields(config.layers, filters)
+    policy = fit_store(policy, config)
     policy.composed.require_fits_model(config)
     return _convert_byte_budget(policy, config, dtype)
+
+
+def fit_store(policy: Policy, config: ModelConfig) -> Policy:
+    """Return the policy, with a store of latents for a model that has latents; ValueError if there is none.
+
+    Args:
+        policy: the policy.
+        config: the model's sizes.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: for a store that cannot hold latents, or a policy that does not pass its store on.
+    """
+    if config.latent is None:
+        return policy
+    store = get_latent_store(policy.composed.store)
+    fitted = replace_policy_store(policy, store)
+    remedy = f"the model needs {store.__name__}: build the parts with this policy's store"
+    require(fitted.composed.store is store, "store", fitted.composed.store.__name__, remedy)
+    return fitted
 
 
 def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:

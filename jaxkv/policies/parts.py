@@ -199,6 +199,9 @@ class Parts:
         """Raise ValueError if a part does not fit the model, such as the gate of another model."""
         for part in (self.scorer, self.layers, unwrap_head_budgets(self.heads), self.read):
             part.require_fits_model(config)
+        if self.merge is not None and config.latent is not None:
+            remedy = "latents are keys and values at once: give a merger that compares keys, such as Merge()"
+            require(self.merge.compared_tensors == ("k",), "merge", self.merge, remedy)
         if any(config.sliding_windows):
             self.require_fits_sliding_windows(config.sliding_windows)
         turns = self.rolling or self.needs.moments is not None

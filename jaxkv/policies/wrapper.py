@@ -7,6 +7,7 @@ from typing import ClassVar
 from jaxkv._checks import is_strictly_equal
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
+from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import Budget, get_store_class
 from jaxkv.policies.head_budgets import (
     AdaptiveHeads,
@@ -195,3 +196,10 @@ def replace_policy_budget(policy: Policy, budget: Budget) -> Policy:
             policy, budget=None, base=replace_policy_budget(policy.base, budget)
         )
     return dataclasses.replace(policy, budget=budget)
+
+
+def replace_policy_store(policy: Policy, store: type[Store]) -> Policy:
+    """Return a copy of the policy with this store, set in the policy that it is built on, too."""
+    base = policy.base_policy if isinstance(policy, _DerivedPolicy) else None
+    inner = {} if base is None else {"base": replace_policy_store(base, store)}
+    return dataclasses.replace(policy, store=store, **inner)

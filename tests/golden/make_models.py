@@ -41,6 +41,10 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -67,6 +71,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -92,6 +98,8 @@ from transformers import (
     Ministral3ForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -232,6 +240,10 @@ APERTUS, ARCEE = (ApertusConfig, ApertusForCausalLM), (ArceeConfig, ArceeForCaus
 ERNIE, EXAONE = (Ernie4_5Config, Ernie4_5ForCausalLM), (Exaone4Config, Exaone4ForCausalLM)
 MINISTRAL, SEED = (Ministral3Config, Ministral3ForCausalLM), (SeedOssConfig, SeedOssForCausalLM)
 MISTRAL_IMAGES = (mistral_with_images, Mistral3ForConditionalGeneration)
+DEEPSEEK2 = (DeepseekV2Config, DeepseekV2ForCausalLM)
+DEEPSEEK3 = (DeepseekV3Config, DeepseekV3ForCausalLM)
+GLM4_LITE = (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM)
+MISTRAL4 = (Mistral4Config, Mistral4ForCausalLM)
 STABLELM = (StableLmConfig, StableLmForCausalLM)
 STARCODER2 = (Starcoder2Config, Starcoder2ForCausalLM)
 # By model type.
@@ -257,6 +269,21 @@ MIXTURES = {
     )
 }
 PHI3, SMOLLM3 = (Phi3Config, Phi3ForCausalLM), (SmolLM3Config, SmolLM3ForCausalLM)
+
+
+def latents(query, **more):
+    """Returns the fields of multi-head latent attention with ``query`` heads, and of a mixture behind a dense layer."""
+    widths = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
+    experts = {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    }
+    return heads(query, query) | widths | experts | more
 
 
 def falcon(query, **more):
@@ -617,6 +644,52 @@ SPECS = {
             qk_layernorm=True,
             use_parallel_residual=True,
             rope_parameters=rope(10000.0),
+        ),
+    ),
+    # Magnitudes that differ, so that cosines and the scale have one each.
+    "deepseek_v2": (
+        DEEPSEEK2,
+        latents(
+            4,
+            q_lora_rank=None,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=1.5,
+            rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+        ),
+    ),
+    "deepseek_v2_greedy": (
+        DEEPSEEK2,
+        latents(4, q_lora_rank=20, rope_parameters=rope(10000.0)),
+    ),
+    "deepseek_v3": (
+        DEEPSEEK3,
+        latents(
+            4,
+            q_lora_rank=20,
+            rope_parameters=YARN
+            | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    ),
+    # Values wider than keys; channels in halves.
+    "glm4_moe_lite": (
+        GLM4_LITE,
+        latents(
+            3,
+            q_lora_rank=20,
+            v_head_dim=26,
+            n_group=1,
+            topk_group=1,
+            mlp_layer_types=["dense", "sparse"],
+            rope_interleave=False,
+            rope_parameters=rope(1000000.0),
+        ),
+    ),
+    "mistral4": (
+        MISTRAL4,
+        latents(
+            4,
+            q_lora_rank=20,
+            rope_parameters=MINISTRAL_YARN | {"partial_rotary_factor": 8 / 20},
         ),
     ),
     "starcoder2": (

@@ -1,0 +1,145 @@
+"""Stores of latents (multi-head latent attention): one vector per entry, which is its key and its value.
+
+Attention multiplies weights by whole vectors; the model drops the channels of its output that belong to keys alone.
+"""
+
+import dataclasses
+from collections.abc import Set
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv._dataclasses import frozen_dataclass
+from jaxkv.cache.quantised import Int4Vectors, Int8Vectors, QuantisedVectors
+from jaxkv.cache.stores import DenseStore, Store, write_pool_rows
+
+
+class LatentStore(Store):
+    """Abstract base class of stores of latents: values are the keys, and what is given as values is not written."""
+
+    kernels = DenseStore.kernels
+    values_are_keys = True
+
+    @classmethod
+    def supports_kernels(cls, kernels: Set[str], dim: int) -> bool:
+        """Return False: no kernel reads keys and values from one array."""
+        return False
+
+
+@jax.tree_util.register_dataclass
+@frozen_dataclass
+class DenseLatentStore(LatentStore):
+    """Store of unencoded latents in the model's dtype; float32 on a CPU."""
+
+    kernels = LatentStore.kernels
+    k: Float[Array, "B P D"]
+
+    @classmethod
+    def encode_entries(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
+        """Wrap latents `[B, P, D]` as a store of P rows, without a copy."""
+        return cls(k=k)
+
+    @classmethod
+    def compute_entry_bytes(cls, dim: int, itemsize: int) -> int:
+        """Return the bytes of one entry: a vector of `dim` elements of `itemsize` bytes each."""
+        return dim * itemsize
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the stored latents."""
+        return self.k.dtype
+
+    def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Return the stored latents twice, as keys and as values."""
+        return self.k, self.k
+
+    def overwrite_entries(
+        self,
+        k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
+        v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
+    ) -> "Store":
+        """Return the store with latents at the row indices of `k` overwritten, cast to the stored array's dtype."""
+        row, latents = k
+        return dataclasses.replace(self, k=write_pool_rows(self.k, row, latents.astype(self.dtype)))
+
+
+@frozen_dataclass
+class QuantisedLatentStore(LatentStore):
+    """Base class of stores of quantised latents; subclasses set `vectors`, the class of `k`.
+
+    Attributes:
+        vectors: class of encoded latents.
+        k: encoded latents.
+        wide: name of the dtype in which `decode_entries` returns latents: the model's, or float32 on a CPU.
+    """
+
+    vectors: ClassVar[type[QuantisedVectors]]
+
+    k: QuantisedVectors
+    wide: str
+
+    @classmethod
+    def encode_entries(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
+        """Quantise latents `[B, P, D]`, and return a store of P rows."""
+        return cls(k=cls.vectors.quantise_vectors(k), wide=str(k.dtype))
+
+    @classmethod
+    def compute_entry_bytes(cls, dim: int, itemsize: int) -> int:
+        """Return the bytes of one entry: a quantised vector of `dim` elements with scales, for any model dtype."""
+        return cls.vectors.count_vector_bytes(dim)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the latents that `decode_entries` returns: the model's, or float32 on a CPU."""
+        return jnp.dtype(self.wide)
+
+    @property
+    def element_bytes(self) -> int | float:
+        """Bytes of one element's code, without scales: 1 for 8 bits, 0.5 for 4."""
+        return self.vectors.bits / 8
+
+    def cast_to_dtype(self, dtype: jnp.dtype) -> "Store":
+        """Return a store of the same codes, which `decode_entries` returns in another dtype."""
+        return dataclasses.replace(self, wide=jnp.dtype(dtype).name)
+
+    def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Return the dequantised latents twice, as keys and as values, in the store's `dtype`."""
+        latents = self.k.dequantise_vectors().astype(self.dtype)
+        return latents, latents
+
+    def overwrite_entries(
+        self,
+        k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
+        v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
+    ) -> "Store":
+        """Return the store with latents at the row indices of `k` quantised and overwritten."""
+        row, latents = k
+        new = self.vectors.quantise_vectors(latents)
+        written = jax.tree.map(lambda leaf, one: write_pool_rows(leaf, row, one), self.k, new)
+        return dataclasses.replace(self, k=written)
+
+
+_registered = partial(
+    jax.tree_util.register_dataclass, data_fields=["k"], meta_fields=["wide"]
+)
+
+
+@_registered
+@frozen_dataclass
+class Int8LatentStore(QuantisedLatentStore):
+    """Store of latents as 8-bit integers with one float16 scale per vector."""
+
+    kernels = ()
+    vectors = Int8Vectors
+
+
+@_registered
+@frozen_dataclass
+class Int4LatentStore(QuantisedLatentStore):
+    """Store of latents in 4 bits per element, with a float16 scale and minimum per group of up to 32."""
+
+    kernels = ()
+    vectors = Int4Vectors
