@@ -48,7 +48,7 @@ POLICIES = {
     "every": jaxkv.SnapKV(budget=16, window=8, every=4),
     "values again": jaxkv.CurDKV(budget=16, every=4),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
-    "quest": jaxkv.Quest(budget=16, page=4),
+    "quest": jaxkv.Quest(budget=16, page=4, dense_layers=1),
     "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
     "int4": jaxkv.H2O(budget=16, store="int4"),
 }
@@ -224,7 +224,7 @@ def test_wrappers_pass_the_store_on():
     for policy in (
         jaxkv.AdaKV(budget=64),
         jaxkv.CriticalKV(base=jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64))),
-        jaxkv.Quest(base=jaxkv.SnapKV(budget=64)),
+        jaxkv.Quest(base=jaxkv.SnapKV(budget=64), dense_layers=1),
         CustomPolicy(budget=16, scorer=KeyNorm(), keep=Keep(sinks=2)),
     ):
         fitted = jaxkv.Session(model_of(), policy).policy
@@ -236,7 +236,7 @@ def test_wrappers_pass_the_store_on():
 
 def test_kernels_leave_wide_entries_to_xla():
     """Of DeepSeek-V2: heads of 192 within a prompt, entries of 576."""
-    options = {"dtype": jnp.bfloat16, "head_dim": 192, "entry_dim": 576}
+    options = {"dtype": jnp.dtype(jnp.bfloat16), "head_dim": 192, "entry_dim": 576}
     gpu = choose_attention_implementations(
         "auto", platform="cuda", capability=(9, 0), **options
     )

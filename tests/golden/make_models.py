@@ -1000,7 +1000,7 @@ def main():
             ids[row, :length] = rng.integers(3, VOCAB, length)
 
         # From the files, so that the stored logits belong to the stored weights.
-        alone = model_class is Mistral3ForConditionalGeneration
+        alone = model_class in (Mistral3ForConditionalGeneration, Mistral4ForCausalLM)
         loaded = reload(folder, model_class if alone else AutoModelForCausalLM)
         for each in (model, loaded) if name == "olmo3_yarn" else ():
             unscale_windows(each)
