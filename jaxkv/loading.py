@@ -440,10 +440,10 @@ def _check_layer_count(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _check_stored_tensor(source: TensorSource, tensor: StoredTensor) -> None:
-    """Raise ValueError if a stored tensor is not floating point, or its shape differs from the config's."""
-    remedy = "not floating point: load the unquantised weights, or a GGUF file"
+    """Raise ValueError if a stored tensor is not of floats of 16 bits or more, or its shape differs from the config's."""
+    remedy = "not floats of 16 bits or more: a config.json needs the quantization_config of such weights"
     require(
-        jnp.issubdtype(tensor.dtype, jnp.floating),
+        jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype.itemsize > 1,
         f"{source.name}.dtype",
         tensor.dtype.name,
         remedy,

@@ -104,7 +104,7 @@ def entry(start, end, kind="F32"):
     "header, message",
     [
         (f'{{"a":{entry(0, 12)},"b":{entry(8, 20)}}}', "invalid offset for tensor"),
-        (f'{{"a":{entry(0, 24, "F8_E4M3").replace("[6]", "[24]")}}}', ":a.dtype='F8_E4M3'"),
+        (f'{{"a":{entry(0, 24, "F8_E4M3FNUZ").replace("[6]", "[24]")}}}', ":a.dtype='F8_E4M3FNUZ'"),
     ],
     ids=["overlapping", "8 bits"],
 )
@@ -319,6 +319,69 @@ def test_gguf_refusals(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=key):
             open_checkpoint(write_gguf(tmp_path / "o.gguf", edit=edit))
+
+
+def write_several(folder, whole):
+    """The model of a GGUF file in several, by the gguf package's own writer."""
+    reader = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=4)
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            kind = field.types[0]
+            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub)
+    for each in reader.tensors:
+        writer.add_tensor(each.name, np.array(each.data), raw_dtype=each.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("m-*.gguf"))
+
+
+def test_gguf_in_several_files(tmp_path):
+    whole = write_gguf(tmp_path / "whole.gguf")
+    files = write_several(tmp_path, whole)
+    assert [file.name for file in files] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    expected = open_checkpoint(whole)
+    for file in files:
+        found = open_checkpoint(file)
+        assert dict(found.config) == dict(expected.config)
+        assert found.tensor_names == expected.tensor_names
+        for name, array in arrays(expected).items():
+            np.testing.assert_array_equal(found.stored[name].read(()), array)
+    swapped = [file.read_bytes() for file in files]
+    files[1].write_bytes(swapped[2])
+    with pytest.raises(ValueError, match=r"m-00002-of-00003\.gguf: not file 2 of this model"):
+        open_checkpoint(files[0])
+    files[1].unlink()
+    with pytest.raises(ValueError, match=r"m-00002-of-00003\.gguf: missing"):
+        open_checkpoint(files[2])
+    files[1].write_bytes(swapped[1])
+    renamed = files[0].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ValueError, match="split.count=3: the name"):
+        open_checkpoint(renamed)
+
+
+# All that the package reads, K-quants among them; it writes only some of these.
+KINDS = [kind for kind in gguf.quants._type_traits if kind.name not in ("F32", "F16")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_gguf_quantisations(tmp_path, kind):
+    """Random blocks: whole and in parts as the package reads them."""
+    name, rows = "blk.0.ffn_down.weight", 12
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    codes = np.random.default_rng(0).integers(0, 120, (rows, 512 // block * size), np.uint8)
+    tensors = {key: array for key, (_, array) in hf_tensors().items()} | {name: codes}
+    numbers = numbers_of(EMBED, HIDDEN, HEADS, KV_HEADS)
+    path = write(tmp_path / "m.gguf", "qwen2", tensors, numbers=numbers, kinds={name: kind})
+    tensor = open_checkpoint(path).stored["model.layers.0.mlp.down_proj.weight"]
+    expected = gguf.quants.dequantize(codes, kind)
+    assert tensor.shape == expected.shape == (rows, 512)
+    np.testing.assert_array_equal(tensor.read(()), expected)
+    part = (slice(3, 7), slice(100, 300))
+    np.testing.assert_array_equal(tensor.read(part), expected[part])
 
 
 @pytest.mark.parametrize("keep", [0, 100, -40])

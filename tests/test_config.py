@@ -210,7 +210,7 @@ REFUSED = [
     (None, {"eos_token_id": [2, 2**40]}),
     (None, {"partial_rotary_factor": 0.5}),
     (None, {"rope_scaling": [1]}),
-    (None, {"quantization_config": {"quant_method": "awq"}}),
+    (None, {"quantization_config": {"quant_method": "hqq"}}),
     (None, {"attention_chunk_size": 8}),
     (None, {"mlp_bias": True, "model_type": "mistral"}),
     (COMMAND_R, {"logit_scale": 0}),

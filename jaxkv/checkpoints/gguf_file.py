@@ -26,34 +26,27 @@ _AT_ONCE = 1 << 20
 
 
 class GgufFile:
-    """GGUF file as a checkpoint: Hugging Face config, float32 tensors by Hugging Face names, and vocabulary.
+    """GGUF file, or several of one model: Hugging Face config, float32 tensors by Hugging Face names, and vocabulary.
 
     Attributes:
-        path: path of the file.
+        path: path of the file, or of any of several.
         config: its metadata under the keys of a Hugging Face `config.json`.
         tensors: its tensors by their Hugging Face names, float32 when read.
         tokenizer: its vocabulary as plain data, or None without one.
     """
 
     def __init__(self, path: Path):
-        """Open a GGUF file: read header and vocabulary, build config and tensor list; weights are read later.
+        """Open a GGUF file, or all of its model: read headers, build config and tensor list; weights are read later.
 
         Raises:
             ValueError: if the file is missing, truncated or corrupt, or its architecture is not supported.
         """
         self.path = path
-        values, self._stored = gguf_reader.read_gguf_header(path)
+        values, self._stored = gguf_reader.read_gguf_headers(path)
         self._meta = meta = GgufMetadata(values)
         known = TABLES["layers"]
         remedy = f"not supported: use one of {', '.join(known)}"
         require(meta.arch in known, "general.architecture", meta.arch, remedy)
-        parts = meta.get_value("split.count", 1, kind=int)
-        require(
-            parts <= 1,
-            "split.count",
-            parts,
-            "several parts: merge them into one file with llama.cpp's gguf-split --merge",
-        )
         self.tensors = {
             (hf := convert_tensor_name(name, meta.arch)): StoredTensor(
                 shape=tensor.shape or (1,),

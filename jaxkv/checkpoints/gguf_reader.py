@@ -1,6 +1,7 @@
 """Reader of GGUF's binary format: metadata, and the locations of tensors; every length is validated before use."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import numpy as np
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
+from jaxkv.checkpoints.json_files import AGAIN
 
 _MAGIC = b"GGUF"
+# Names of a model's several files: beginning, number and count.
+_SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _VERSIONS = (2, 3)
 _STRING = 8
 _ARRAY = 9
@@ -70,6 +74,39 @@ class GgufTensor:
         )
         require(len(found) == count, "file", self.path, remedy)
         return found
+
+
+def read_gguf_headers(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Read the header of a GGUF file, or those of all files of a model in several files, of which `path` is any.
+
+    Returns:
+        The metadata by key, of the first file, and the `GgufTensor` objects of all files by name.
+
+    Raises:
+        ValueError: if a file is missing, truncated or corrupt, or belongs to another model.
+    """
+    metadata, tensors = read_gguf_header(path)
+    count = metadata.get("split.count", 1)
+    if count in (0, 1):
+        return metadata, tensors
+    match = _SPLIT.fullmatch(path.name)
+    remedy = "the name of such a file must be as published, NAME-00001-of-0000N.gguf"
+    if match is None or int(match[2]) != count:
+        raise build_value_error("split.count", count, remedy)
+    tensors = {}
+    for number in range(count):
+        part = path.with_name(f"{match[1]}-{number + 1:05}-of-{match[2]}.gguf")
+        remedy = f"missing, and one of the {count} files of this model: {AGAIN}"
+        require(part.is_file(), "file", part, remedy)
+        values, held = read_gguf_header(part)
+        metadata = metadata if number else values
+        known = values.get("split.no") == number and not held.keys() & tensors.keys()
+        require(known, "file", part, f"not file {number + 1} of this model: {AGAIN}")
+        tensors |= held
+    total = metadata.get("split.tensors.count", len(tensors))
+    remedy = f"the files hold {len(tensors)}: {AGAIN}"
+    require(total == len(tensors), "split.tensors.count", total, remedy)
+    return metadata, tensors
 
 
 def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

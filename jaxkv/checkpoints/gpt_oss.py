@@ -9,7 +9,7 @@ from jaxtyping import Float, UInt8
 
 from jaxkv._errors import require
 from jaxkv.checkpoints.json_files import AGAIN
-from jaxkv.checkpoints.tensor import Index, StoredTensor
+from jaxkv.checkpoints.tensor import Index, StoredTensor, complete_index
 
 # Expert tensors of a layer: floats, or blocks with their scales, and biases.
 _EXPERTS = re.compile(r"(.+\.mlp\.experts\.(gate_up|down)_proj)(|_blocks|_scales|_bias)")
@@ -128,7 +128,7 @@ def _join_expert_pair(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
 
     def read_joined_part(index: Index) -> np.ndarray:
         """Read a part from the gate tensor, the up tensor or both, stacked along axis 1."""
-        experts, halves, *rest = _complete_index(index, shape)
+        experts, halves, *rest = complete_index(index, shape)
         return np.stack([each.read((experts, *rest)) for each in [gates, ups][halves]], axis=1)
 
     return StoredTensor(
@@ -164,7 +164,7 @@ def _transpose_expert_tensor(tensor: StoredTensor, *, paired: bool) -> StoredTen
 
     def read_transposed_part(index: Index) -> np.ndarray:
         """Read the part of the file's tensor with `index`, transpose it; separate gates from ups if `paired`."""
-        spans = _complete_index(index, shape)
+        spans = complete_index(index, shape)
         rows, rest = _locate_file_outputs(spans, paired)
         part = np.moveaxis(tensor.read((spans[0], *rest, rows)), -1, 1)
         return np.ascontiguousarray(_separate_gates_and_ups(part, spans, paired))
@@ -179,7 +179,7 @@ def _wrap_mxfp4_blocks(blocks: StoredTensor, scales: StoredTensor, *, paired: bo
 
     def read_dequantised_part(index: Index) -> np.ndarray:
         """Read the groups of a part, separate gates and ups if `paired`, dequantise to bfloat16, cut the part out."""
-        spans = _complete_index(index, shape)
+        spans = complete_index(index, shape)
         rows, (inputs,) = _locate_file_outputs(spans, paired)
         first = inputs.start // _GROUP
         last = -(-inputs.stop // _GROUP)
@@ -229,9 +229,3 @@ def _dequantise_mxfp4(
             factors = np.ldexp(np.float32(1), powers[part].astype(np.int32) - 127)
             array[part] = _AS_ONE[flat[part]].view(np.float32) * factors[:, None]
     return array.reshape(*scales.shape[:-1], -1)
-
-
-def _complete_index(index: Index, shape: tuple[int, ...]) -> list[slice]:
-    """Return one slice with explicit start and stop per axis, for an index that may omit axes and ends."""
-    given = (*index, *(slice(None),) * (len(shape) - len(index)))
-    return [slice(*each.indices(size)[:2]) for each, size in zip(given, shape, strict=True)]

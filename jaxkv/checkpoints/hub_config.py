@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import build_value_error, require
+from jaxkv.checkpoints.quantised_weights import parse_weight_format
 
 # Keys of a Hugging Face `config.json`.
 Config = Mapping[str, Any]
@@ -145,7 +146,7 @@ def read_rope_keys(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_keys(config: Config) -> None:
-    """Raise ValueError for keys or values unsupported by the family, or quantised weights (gpt-oss: except MXFP4)."""
+    """Raise ValueError for keys or values unsupported by the family, or an unsupported quantisation."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()
@@ -155,12 +156,7 @@ def _check_keys(config: Config) -> None:
         built = f"use {' or '.join(map(repr, values))}" if values else "leave it out"
         remedy = f"not supported for {kind}: {built} if that changes nothing"
         require(values is None or value in values, key, value, remedy)
-    quantised = config.get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    remedy = "quantised weights are not supported: load unquantised ones, a GGUF or gpt-oss's mxfp4"
-    # For gpt-oss, tensor names identify the blocks.
-    plain = quantised is None or (kind == "gpt_oss" and method == "mxfp4")
-    require(plain, "quantization_config", method or quantised, remedy)
+    parse_weight_format(config)
 
 
 def _list_missing_keys(config: Config) -> list[str]:

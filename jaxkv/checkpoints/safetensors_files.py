@@ -1,6 +1,7 @@
 """Safetensors files in Hugging Face's folder layout, read with the safetensors library, complete or in parts."""
 
 import functools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.json_files import AGAIN, read_json
 from jaxkv.checkpoints.tensor import Index, StoredTensor, parse_dtype_name
 
-# NumPy's names of the format's kinds of numbers, without the number of bits; other kinds are not supported.
+# NumPy's names of the format's kinds of numbers, or of these without the number of bits; others are not supported.
 _KINDS = {"BOOL": "bool", "U": "uint", "I": "int", "F": "float", "BF": "bfloat"}
+_KINDS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -25,18 +27,21 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     require(path.is_file(), "file", path, f"missing: {AGAIN}")
     tensors = {}
     try:
+        # The library checks that tensors follow each other without gaps.
         with safetensors.safe_open(path, "np") as file:
+            at = 8 + int(np.fromfile(path, "<u8", 1)[0])
             for name in file.offset_keys():
                 part = file.get_slice(name)
                 kind = part.get_dtype()
-                letters = kind.rstrip("0123456789")
+                letters = kind if kind in _KINDS else kind.rstrip("0123456789")
                 dtype = parse_dtype_name(f"{_KINDS.get(letters)}{kind.removeprefix(letters)}")
                 if dtype is None:
                     remedy = "not supported: use BOOL, BF16, or U, I and F of 8 to 64 bits"
                     raise build_value_error(f"{path.name}:{name}.dtype", kind, remedy)
-                read = functools.partial(_read_tensor_part, path, name)
                 shape = tuple(part.get_shape())
+                read = functools.partial(_read_tensor_part, path, at, dtype, shape)
                 tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read)
+                at += math.prod(shape) * dtype.itemsize
     except (safetensors.SafetensorError, OSError) as error:
         size = path.stat().st_size
         remedy = f"{size} bytes are not a complete safetensors file ({error}): {AGAIN}"
@@ -44,11 +49,12 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_tensor_part(path: Path, name: str, index: Index) -> np.ndarray:
-    """Read slices `index` of a tensor in a safetensors file, or the whole tensor if `index` is empty."""
-    # Opened for each tensor: an open mapping would keep all pages that were read in the memory of the process.
-    with safetensors.safe_open(path, "np") as file:
-        return file.get_slice(name)[index] if index else file.get_tensor(name)
+def _read_tensor_part(
+    path: Path, at: int, dtype: np.dtype, shape: tuple[int, ...], index: Index
+) -> np.ndarray:
+    """Read slices `index` of the tensor at byte `at` of a file; the library lacks NumPy arrays of 8-bit floats."""
+    # Mapped for each read: a lasting mapping would keep all pages that were read in the memory of the process.
+    return np.array(np.memmap(path, dtype, "r", at, shape)[index])
 
 
 def read_folder_headers(folder: Path) -> dict[str, StoredTensor]:

@@ -13,6 +13,7 @@ from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.gpt_oss import convert_expert_tensors
 from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.json_files import read_json
+from jaxkv.checkpoints.quantised_weights import dequantise_tensors, parse_weight_format
 from jaxkv.checkpoints.tensor import StoredTensor
 from jaxkv.checkpoints.text_part import extract_text_config, extract_text_tensors
 
@@ -27,8 +28,8 @@ class Checkpoint:
         path: the folder or file.
         config: keys of a Hugging Face `config.json`, into which a GGUF's metadata are translated. For a model that also
             accepts images, config and tensors are those of its text model.
-        stored: tensors by their Hugging Face names, in stored order, each read on access: float32 from a GGUF, bfloat16
-            from MXFP4, else in the stored dtype.
+        stored: tensors by their Hugging Face names, in stored order, each read on access: float32 from a GGUF and
+            for quantised weights, bfloat16 for MXFP4, else in the stored dtype.
         tokenizer_spec: folder of the tokenizer's files, a GGUF's vocabulary, or None without a tokenizer.
         filter_layers: layers that choose best what the layers above them read, if the files contain them.
         generation: keys of `generation_config.json`; empty without this file.
@@ -102,6 +103,8 @@ def _open_checkpoint_folder(folder: Path) -> Checkpoint:
         held = safetensors_files.read_folder_headers(folder)
         text = extract_text_config(config)
         held = held if text is config else extract_text_tensors(held)
+        form = parse_weight_format(text)
+        held = held if form is None else dequantise_tensors(held, form)
         held = convert_expert_tensors(held) if text.get("model_type") == "gpt_oss" else held
         return Checkpoint(
             path=folder,
@@ -136,11 +139,11 @@ def read_folder_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     beside = folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
-        found = read_json(beside)
-        quantised = found.get("quantization")
+        found = read_json(beside).get("quantization")
+        quantised = found if isinstance(found, dict) else {}
         # ModelOpt can quantise only the cache, which concerns an engine, not the weights.
-        if not isinstance(quantised, dict) or quantised.get("quant_algo", "unknown") is not None:
-            config["quantization_config"] = {"quant_method": "modelopt", **found}
+        if quantised.get("quant_algo", "unknown") is not None:
+            config["quantization_config"] = {**quantised, "quant_method": "modelopt"}
     return config
 
 

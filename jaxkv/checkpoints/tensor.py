@@ -30,6 +30,12 @@ class StoredTensor:
     stepped: bool = False
 
 
+def complete_index(index: Index, shape: tuple[int, ...]) -> list[slice]:
+    """Return one slice with explicit start and stop per axis, for an index that may omit axes and ends."""
+    given = (*index, *(slice(None),) * (len(shape) - len(index)))
+    return [slice(*each.indices(size)[:2]) for each, size in zip(given, shape, strict=True)]
+
+
 def parse_dtype_name(name: Any) -> np.dtype | None:
     """Return the NumPy dtype of a name such as "float32" or "bfloat16"; None if the name is unknown."""
     try:

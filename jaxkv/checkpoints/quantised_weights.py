@@ -1,0 +1,316 @@
+"""Weights that files hold in 8 or 4 bits (FP8, compressed-tensors, ModelOpt, AWQ, GPTQ), dequantised when read."""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxkv._dataclasses import frozen_dataclass
+from jaxkv._errors import require
+from jaxkv.checkpoints.json_files import AGAIN
+from jaxkv.checkpoints.tensor import Index, StoredTensor, complete_index
+
+_FORMATS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+# Tensors with a weight's codes, of which there is one; and those with scales, zero points, groups and shapes.
+_CODES = ("weight", "weight_packed", "qweight")
+_BESIDE = """g_idx qzeros scales weight_g_idx weight_global_scale weight_scale weight_scale_2
+weight_scale_inv weight_shape weight_zero_point""".split()
+# Scales of activations and caches, which are not quantised.
+_IGNORED = """activation_scale input_global_scale input_scale input_zero_point k_scale output_scale q_scale
+v_scale""".split()
+# Outputs and inputs that share a scale, if the config does not say.
+_BLOCK = [128, 128]
+# Where a word of AWQ has each of its eight outputs.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+# GPTQ's first format stores zero points less 1, subtracted from words of eight.
+_ONES = np.uint32(0x11111111)
+# Zero point of 4-bit codes without one.
+_MIDDLE = np.uint8(8)
+# Numbers of 4 bits, and scales that are powers of two.
+_FP4, _POWER = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
+# Elements dequantised in one step, to limit those in memory twice.
+_AT_ONCE = 1 << 20
+
+
+@frozen_dataclass
+class WeightFormat:
+    """Format of a checkpoint's quantised weights, as far as its tensors do not show it.
+
+    Attributes:
+        method: `quant_method` of the config.
+        blocks: outputs and inputs of a block that shares a scale.
+        zeros_less_one: True if zero points are stored less 1, as in GPTQ's first format.
+    """
+
+    method: str
+    blocks: tuple[int, int]
+    zeros_less_one: bool
+
+
+def parse_weight_format(config: Mapping[str, Any]) -> WeightFormat | None:
+    """Return the format of a config's quantised weights; None for unquantised ones and for gpt-oss' MXFP4.
+
+    Args:
+        config: the keys of a `config.json`.
+
+    Returns:
+        The format.
+
+    Raises:
+        ValueError: for a method, a format or a number of bits that is not supported, by name.
+    """
+    given = config.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    if given is None or (method == "mxfp4" and config.get("model_type") == "gpt_oss"):
+        return None
+    remedy = f"not supported: use {', '.join(_FORMATS)}, unquantised weights or a GGUF"
+    known = isinstance(method, str) and method in _FORMATS
+    require(known, "quantization_config", method or given, remedy)
+    groups = _list_weight_groups(given)
+    for part in (given, *groups):
+        for key, values in _FORMATS[method].items():
+            remedy = f"not supported for {method}: use {' or '.join(map(repr, values))}"
+            value = part.get(key)
+            require(value in (None, *values), f"quantization_config.{key}", value, remedy)
+    bits = [each.get("num_bits") for each in groups if each["format"] == "pack-quantized"]
+    remedy = "packs of other than 4 bits are not supported: use int-quantized for 8"
+    require(all(each == 4 for each in bits), "quantization_config.num_bits", bits, remedy)
+    sizes = [given.get("weight_block_size"), *(each.get("block_structure") for each in groups)]
+    blocks = next(filter(None, sizes), _BLOCK)
+    sound = isinstance(blocks, list) and [type(each) for each in blocks] == [int, int]
+    remedy = "not a list of two positive numbers: use the published config"
+    require(sound and min(blocks) > 0, "quantization_config.weight_block_size", blocks, remedy)
+    second = "gptq_v2" in (given.get("checkpoint_format"), given.get("format"))
+    return WeightFormat(
+        method=method, blocks=tuple(blocks), zeros_less_one=method == "gptq" and not second
+    )
+
+
+def _list_weight_groups(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of weights in each group of a `quantization_config`, with the group's format."""
+    groups = given.get("config_groups") or {}
+    sound = isinstance(groups, Mapping) and all(
+        isinstance(group, Mapping) and isinstance(group.get("weights") or {}, Mapping)
+        for group in groups.values()
+    )
+    remedy = "not groups with settings of weights: use the published config"
+    require(sound, "quantization_config.config_groups", groups, remedy)
+    return [
+        {**(group.get("weights") or {}), "format": group.get("format") or given.get("format")}
+        for group in groups.values()
+    ]
+
+
+def dequantise_tensors(
+    stored: Mapping[str, StoredTensor], form: WeightFormat
+) -> dict[str, StoredTensor]:
+    """Return all tensors by name, with a float32 `weight` `[O, I]` for the tensors of each quantised weight.
+
+    Scales of activations and caches are left out.
+
+    Args:
+        stored: all tensors by their names in the files.
+        form: format of the quantised weights.
+
+    Returns:
+        All tensors by their new names.
+
+    Raises:
+        ValueError: for missing tensors, and for tensors whose dtypes or shapes do not fit together.
+    """
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        part = name.rpartition(".")[2]
+        if part not in _IGNORED:
+            modules.setdefault(name.removesuffix(part), {})[part] = tensor
+    found: dict[str, StoredTensor] = {}
+    for prefix, parts in modules.items():
+        codes = [each for each in _CODES if each in parts]
+        if codes and (codes != ["weight"] or parts["weight"].dtype.itemsize == 1):
+            remedy = f"several forms of one weight: keep one of them, or {AGAIN}"
+            require(len(codes) == 1, "tensor", [prefix + each for each in codes], remedy)
+            found[f"{prefix}weight"] = _WeightParts(prefix, parts).dequantise(form)
+            parts = {part: parts[part] for part in parts if part not in (*_CODES, *_BESIDE)}
+        found |= {prefix + part: tensor for part, tensor in parts.items()}
+    return found
+
+
+class _WeightParts:
+    """Tensors that stand for one weight `[O, I]`: codes, scales, and in some formats zero points and groups."""
+
+    def __init__(self, prefix: str, parts: Mapping[str, StoredTensor]):
+        """Wrap tensors by the last parts of their names, which begin with `prefix`."""
+        self._prefix = prefix
+        self._parts = parts
+
+    def dequantise(self, form: WeightFormat) -> StoredTensor:
+        """Return the float32 weight, dequantised when read; ValueError for parts that do not fit together."""
+        words = "qweight" in self._parts
+        codes, scales, zeros = self._read_words(form) if words else self._read_numbers(form)
+        outputs, inputs = codes.shape
+        high, wide = scales.shape
+        height, width = form.blocks
+        if scales.shape != (-(-outputs // height), -(-inputs // width)):
+            fits = high in (1, outputs) and wide > 0 and inputs % wide == 0
+            self._require_fit(fits, "scales" if words else "weight_scale", scales, codes)
+            height, width = outputs // high, inputs // wide
+        if zeros is not None:
+            self._require_fit(zeros.shape == scales.shape, "zero points", zeros, codes)
+        groups = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
+        if groups is not None:
+            self._require_fit(groups.shape == (inputs,), "g_idx", groups, codes)
+
+        def find_groups(columns: slice) -> np.ndarray:
+            """Return the column of `scales` of each input; ValueError for one that is not there."""
+            if groups is None:
+                return np.arange(columns.start, columns.stop) // width
+            found = groups.read((columns,))
+            stray = found[(found < 0) | (found >= wide)].tolist()
+            require(not stray, f"{self._prefix}g_idx", stray[:3], f"not below {wide}: {AGAIN}")
+            return found
+
+        def read_dequantised_part(index: Index) -> np.ndarray:
+            """Read the codes and scales of a part; multiply them in steps that limit what is in memory twice."""
+            rows, columns = complete_index(index, codes.shape)
+            part, of = codes.read((rows, columns)), find_groups(columns)
+            first = rows.start // height
+            span = (slice(first, -(-rows.stop // height)), slice(0, wide))
+            factors, middles = scales.read(span), None if zeros is None else zeros.read(span)
+            array = np.empty(part.shape, np.float32)
+            step = max(1, _AT_ONCE // max(1, part.shape[1]))
+            for start in range(0, len(part), step):
+                to = slice(start, start + step)
+                at = np.arange(rows.start, rows.stop)[to, None] // height - first
+                numbers = part[to].astype(np.float32)
+                if middles is not None:
+                    numbers -= middles[at, of]
+                with np.errstate(all="ignore"):  # NaN and infinity are rejected later
+                    array[to] = numbers * factors[at, of]
+            return array
+
+        return StoredTensor(
+            shape=codes.shape,
+            dtype=np.dtype(np.float32),
+            read=read_dequantised_part,
+            stepped=words or codes.dtype == np.uint8,
+        )
+
+    def _read_words(self, form: WeightFormat) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
+        """Return codes, scales and zero points of AWQ or GPTQ, which store inputs first and eight codes in a word."""
+        words, zeros = self._get("qweight", "int32"), self._get("qzeros", "int32")
+        if form.method == "awq":
+            codes, order = _transpose(_unpack(words, _AWQ_ORDER)), _AWQ_ORDER
+        else:
+            codes, order = _unpack(_transpose(words)), ()
+        if form.zeros_less_one:
+            zeros = _map_values(zeros, np.uint32, lambda array: array.view(np.uint32) + _ONES)
+        return codes, _to_float(_transpose(self._get("scales"))), _transpose(_unpack(zeros, order))
+
+    def _read_numbers(
+        self, form: WeightFormat
+    ) -> tuple[StoredTensor, StoredTensor, StoredTensor | None]:
+        """Return codes, scales and zero points of the other formats, which store outputs first."""
+        packed = "weight_packed" in self._parts
+        codes = (
+            self._get("weight_packed", "int32", "uint8")
+            if packed
+            else self._get("weight", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+        )
+        scales = self._get("weight_scale_inv" if form.method == "fp8" else "weight_scale")
+        zeros = self._get("weight_zero_point") if "weight_zero_point" in self._parts else None
+        if codes.dtype == np.int32:
+            middle = np.broadcast_to(_MIDDLE, scales.shape)
+            zeros = (
+                StoredTensor(shape=middle.shape, dtype=middle.dtype, read=middle.__getitem__)
+                if zeros is None
+                else _transpose(_unpack(_transpose(zeros)))
+            )
+            return _unpack(codes), _to_float(scales), zeros
+        if codes.dtype != np.uint8:
+            return codes, _to_float(scales), zeros
+        codes = _map_values(_unpack(codes), _FP4, lambda array: array.view(_FP4))
+        if scales.dtype == np.uint8:
+            scales = _map_values(scales, _POWER, lambda array: array.view(_POWER))
+            return codes, _to_float(scales), zeros
+        # NVFP4 has a second scale, of all weights.
+        whole, combine = (
+            ("weight_global_scale", np.divide) if packed else ("weight_scale_2", np.multiply)
+        )
+        factor, scales = _to_float(self._get(whole)), _to_float(scales)
+        self._require_fit(factor.shape == (1, 1), whole, factor, codes)
+        both = _map_values(scales, np.float32, lambda array: combine(array, factor.read(())))
+        return codes, both, zeros
+
+    def _get(self, part: str, *dtypes: str) -> StoredTensor:
+        """Return a tensor as a matrix; ValueError if it is missing, of another dtype or has more axes."""
+        remedy = f"missing, and needed for {self._prefix}weight: {AGAIN}"
+        require(part in self._parts, "tensor", self._prefix + part, remedy)
+        tensor = self._parts[part]
+        remedy = f"a matrix of {' or '.join(dtypes) or 'numbers'} is expected: {AGAIN}"
+        fits = tensor.dtype.name in (dtypes or (tensor.dtype.name,)) and len(tensor.shape) <= 2
+        require(fits, self._prefix + part, f"{tensor.dtype.name}{list(tensor.shape)}", remedy)
+        # A scale of all weights may have no axis, scales of outputs may have one.
+        shape = (*tensor.shape, 1, 1)[:2]
+        if shape == tensor.shape:
+            return tensor
+        return StoredTensor(
+            shape=shape,
+            dtype=tensor.dtype,
+            read=lambda index: tensor.read(()).reshape(shape)[index],
+        )
+
+    def _require_fit(
+        self, condition: bool, part: str, tensor: StoredTensor, codes: StoredTensor
+    ) -> None:
+        """Raise ValueError unless a part fits the weight's codes."""
+        remedy = f"does not fit codes of {codes.shape}: {AGAIN}"
+        require(condition, self._prefix + part, tensor.shape, remedy)
+
+
+def _unpack(words: StoredTensor, order: tuple[int, ...] = ()) -> StoredTensor:
+    """Return 4-bit codes as bytes, from words along the last axis, lowest bits first, or as `order` places them."""
+    each = 2 * words.dtype.itemsize
+    shape = (*words.shape[:-1], words.shape[-1] * each)
+
+    def read_codes(index: Index) -> np.ndarray:
+        """Read the words of a part, unpack them, cut the part out."""
+        rows, columns = complete_index(index, shape)
+        first = columns.start // each
+        part = words.read((rows, slice(first, -(-columns.stop // each))))
+        halves = np.ascontiguousarray(part).view(np.uint8)
+        codes = np.stack([halves & 15, halves >> 4], axis=-1).reshape(*part.shape, each)
+        codes = codes[..., order] if order else codes
+        begin = first * each
+        flat = codes.reshape(len(part), part.shape[1] * each)
+        return flat[:, columns.start - begin : columns.stop - begin]
+
+    return StoredTensor(shape=shape, dtype=np.dtype(np.uint8), read=read_codes)
+
+
+def _transpose(matrix: StoredTensor) -> StoredTensor:
+    """Return the transpose of a matrix."""
+    shape = matrix.shape[::-1]
+    return StoredTensor(
+        shape=shape,
+        dtype=matrix.dtype,
+        read=lambda index: matrix.read(tuple(complete_index(index, shape)[::-1])).T,
+    )
+
+
+def _map_values(
+    tensor: StoredTensor, dtype: Any, change: Callable[[np.ndarray], np.ndarray]
+) -> StoredTensor:
+    """Return a tensor of the same shape whose parts are changed when they are read."""
+    return StoredTensor(
+        shape=tensor.shape,
+        dtype=np.dtype(dtype),
+        read=lambda index: change(tensor.read(index)),
+    )
+
+
+def _to_float(tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor as float32."""
+    return _map_values(tensor, np.float32, lambda array: array.astype(np.float32))
