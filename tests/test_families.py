@@ -183,6 +183,7 @@ def test_published_counts_of_parameters(published, count):
 
 # Keys without which a class has no valid config, or no dense layer.
 NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8},
     "glm4_moe": {"head_dim": 128},
     "dots1": {
         "n_routed_experts": 128,
@@ -205,11 +206,14 @@ COUNTS = {
 }
 # Of mixtures with correction biases, which are buffers there, and what their classes need to be told.
 MIXTURES = {
+    "deepseek_v2": (38_612_307_968, NEEDED["deepseek_v2"]),
+    "deepseek_v3": (671_026_404_352 + 14_848, {}),
     "dots1": (161_206_276_032 + 7_808, NEEDED["dots1"]),
     "ernie4_5_moe": (21_825_437_888, {}),
     "exaone_moe": (28_550_639_616 + 1_984, {}),
     "flex_olmo": (33_270_665_216, {}),
     "glm4_moe": (106_851_586_048 + 5_760, NEEDED["glm4_moe"]),
+    "glm4_moe_lite": (29_943_390_976 + 2_944, {}),
     "granitemoe": (37_039_116_288, {}),
     "granitemoeshared": (37_441_769_472, {"shared_intermediate_size": 1024}),
     "hunyuan_v1_dense": (8_859_684_864, {}),
@@ -220,6 +224,7 @@ MIXTURES = {
     "hy_v3": (295_033_528_320 + 15_168, {}),
     "mellum": (12_149_923_072, {}),
     "minimax_m2": (228_689_748_992 + 15_872, {}),
+    "mistral4": (118_972_826_624, {}),
     "olmoe": (13_361_612_800, {}),
     "phimoe": (41_873_153_344, {"attention_bias": True, "lm_head_bias": True}),
     "qwen2_moe": (14_315_784_192, {}),

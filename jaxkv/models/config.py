@@ -181,9 +181,11 @@ class ModelConfig:
             fits = self.kv_heads == 1 and self.head_dim == self.latent.entry_dim
             remedy = f"its entries need kv_heads=1 and head_dim={self.latent.entry_dim}"
             yield "latent", fits, remedy
-            plain = not (self.qkv_bias or self.out_bias or self.sink_logits or normed or self.qk_layer_norm)
+            biased = self.qkv_bias or self.out_bias or self.sink_logits
             remedy = "biases, sink logits and norms of queries and keys are not supported with it: omit these"
-            yield "latent", plain and self.norms == "before" and not self.parallel, remedy
+            yield "latent", not (biased or self.qk_norm or self.has_qk_gains), remedy
+            serial = self.norms == "before" and not self.parallel
+            yield "latent", serial, "it needs serial blocks with norms='before'"
 
     @property
     def has_llama_blocks(self) -> bool:

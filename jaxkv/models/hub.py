@@ -121,6 +121,9 @@ def _read_experts(config: Config) -> ExpertsConfig | None:
             found[field] = check(name, value[0] if alike else value)
     if "count" not in found:
         return None
+    if config.get("topk_method") == "greedy":
+        # DeepSeek V2-Lite names groups, and chooses among all experts.
+        found |= {"groups": 1, "chosen_groups": 1}
     shared = found.pop("shared_count", None)
     if shared is not None:
         width = names.get("intermediate_size", "intermediate_size")

@@ -38,7 +38,6 @@ def check_positive_numbers(name: str, value: Any) -> tuple[float, ...]:
 # Check of a field by its declared type.
 READERS: dict[Any, Callable[..., Any]] = {
     "int": validate_int,
-    "int | None": validate_int,
     "float": check_positive,
     "float | None": check_positive,
     "bool": validate_bool,
@@ -329,6 +328,8 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         check_number_fields(self)
+        if self.query_rank is not None:
+            object.__setattr__(self, "query_rank", validate_int("query_rank", self.query_rank))
         for name in ("rank", "rotated", "unrotated"):
             count = getattr(self, name)
             require(count % 2 == 0, name, count, "odd: channels are rotated in pairs: give an even number")
