@@ -89,8 +89,10 @@ def is_strictly_equal(one: Any, other: Any) -> bool:
 
 
 def format_non_default_fields(value: Any) -> str:
-    """Return a dataclass instance as one line: class and fields unlike their defaults; other values: `repr`."""
-    plainly = not dataclasses.is_dataclass(value) or isinstance(value, type)
+    """Return a dataclass instance as one line: class and fields unlike their defaults; a class's name; else `repr`."""
+    if isinstance(value, type):
+        return value.__name__
+    plainly = not dataclasses.is_dataclass(value)
     if plainly or not value.__dataclass_params__.repr:
         return " ".join(repr(value).split())
     given = []

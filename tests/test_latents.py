@@ -1,6 +1,7 @@
-"""Multi-head latent attention: one vector of a token for all heads, which policies, stores, slots and meshes hold once."""
+"""Multi-head latent attention: one vector of a token for all heads, stored once under policies, slots and meshes."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,14 @@ import jaxkv
 from jaxkv.attention import Implementation, choose_attention_implementations
 from jaxkv.cache import DenseLatentStore, Int8LatentStore
 from jaxkv.engine.embedding import embed_tokens
+from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.prefill_layer import layer
 from jaxkv.engine.tokens import compute_angles_by_rope
 from jaxkv.models.decoder import Decoder, named_parameters
 from jaxkv.models.rope import join_rotated_channels, split_rotated_channels
-from jaxkv.models.values import LatentConfig, LayerSpec, Rope
+from jaxkv.models.values import LatentConfig, LayerSpec, Rope, count_rotated_channels
+from jaxkv.planning.catalog import catalog
+from jaxkv.planning.memory_sizes import list_parameters
 from jaxkv.policies import CustomPolicy, Keep, KeyNorm, Merge
 from jaxkv.policies.scorer import Needs
 from jaxkv.testing import check_policy
@@ -30,6 +34,37 @@ CONFIG = dataclasses.replace(
     latent=LATENT,
     kinds=(LayerSpec(rope=Rope(share=8 / 24), scale=0.3),),
 )
+# As published, but for what training read.
+KIMI_K2 = catalog()["deepseek-v2-lite"].raw | {
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "vocab_size": 163840,
+}
 # Values wider than keys, queries of hidden states.
 WIDE = dataclasses.replace(
     CONFIG, latent=dataclasses.replace(LATENT, value=26, query_rank=None), heads=2
@@ -52,7 +87,6 @@ POLICIES = {
     "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
     "int4": jaxkv.H2O(budget=16, store="int4"),
 }
-each_policy = pytest.mark.parametrize("name", POLICIES)
 
 
 def model_of(config=CONFIG):
@@ -93,7 +127,9 @@ def forward(model, ids):
         own = normed(x, part("attention_norm.scale"), config.norm_eps)
         low = own
         if latent.query_rank is not None:
-            low = normed(own @ part("attention.q_down").T, part("attention.q_down_norm.scale"), 1e-6)
+            low = normed(
+                own @ part("attention.q_down").T, part("attention.q_down_norm.scale"), 1e-6
+            )
         q = np.einsum("ne,hce->hnc", low, part("attention.q")[0])
         q_turned, q_rest = rotated_first(q, latent.unrotated)
         both = own @ part("attention.latent").T
@@ -173,19 +209,17 @@ def test_a_cache_weighs_one_vector_a_token_and_layer():
     assert half.composed.budget.value == 3000 // (2 * 100)
 
 
-@each_policy
+@pytest.mark.parametrize("name", POLICIES)
 def test_policies_keep_their_promises(name):
     check_policy(POLICIES[name], model=model_of())
 
 
-@each_policy
+@pytest.mark.parametrize("name", ["adakv", "d2o", "int4"])
 def test_slots_give_the_tokens_of_a_sequence_alone(name):
-    if name in ("quest",):
-        pytest.skip("pages are of whole caches")
     slot_runs.check(model_of(), POLICIES[name], slot_runs.requests(3, 5))
 
 
-@each_policy
+@pytest.mark.parametrize("name", ["adakv", "h2o", "d2o", "every", "quest", "int8"])
 def test_meshes_and_saved_caches_go_on_alike(name, tmp_path):
     of, out, ids = model_of(), [], prompts(5, LENGTHS[:2])
     for model in (of, of.on(mesh_of(2, 4))):
@@ -220,6 +254,11 @@ def test_what_latents_do_not_support_is_rejected(policy, message):
         jaxkv.Session(model_of(), policy)
 
 
+def test_stores_without_values_are_for_latents_alone():
+    with pytest.raises(ValueError, match="store='DenseLatentStore': it drops values"):
+        jaxkv.Session(tiny.tiny(tiny.TWO_LAYERS), jaxkv.SnapKV(store=DenseLatentStore))
+
+
 def test_wrappers_pass_the_store_on():
     for policy in (
         jaxkv.AdaKV(budget=64),
@@ -237,19 +276,37 @@ def test_wrappers_pass_the_store_on():
 def test_kernels_leave_wide_entries_to_xla():
     """Of DeepSeek-V2: heads of 192 within a prompt, entries of 576."""
     options = {"dtype": jnp.dtype(jnp.bfloat16), "head_dim": 192, "entry_dim": 576}
-    gpu = choose_attention_implementations(
-        "auto", platform="cuda", capability=(9, 0), **options
-    )
+    gpu = choose_attention_implementations("auto", platform="cuda", capability=(9, 0), **options)
     assert (gpu.prefill, gpu.decode) == (Implementation.CUDNN, Implementation.XLA)
     tpu = choose_attention_implementations("auto", platform="tpu", **options)
     assert (tpu.prefill, tpu.decode) == (Implementation.TPU, Implementation.XLA)
 
 
+def test_published_configs():
+    """Parameters as of transformers' class on torch's meta device; bytes of an entry and scales by hand."""
+    lite = catalog()["deepseek-v2-lite"].config
+    assert lite.latent == LatentConfig(rank=512, rotated=64, unrotated=128, value=128)
+    assert (lite.kv_heads, lite.head_dim, lite.prompt_head_dim) == (1, 576, 192)
+    planned = plan_prefill(lite, jaxkv.FullKV(), [1024], dtype="bfloat16")
+    assert planned.full_bytes == 27 * 1024 * 576 * 2
+    spec = lite.get_layer_spec(0)
+    assert spec.scale == pytest.approx(192**-0.5 * (1 + 0.0707 * np.log(40)) ** 2)
+    assert spec.rope.attention_factor == 1.0 and count_rotated_channels(spec.rope, 576) == 64
+    kimi = jaxkv.ModelConfig.from_hf(KIMI_K2)
+    held = list_parameters(kimi, "bfloat16")
+    assert sum(each.copies * math.prod(each.shape) for each in held) == 1_026_408_209_408 + 23_040
+    assert kimi.get_layer_spec(0).scale == pytest.approx(192**-0.5 * (1 + 0.1 * np.log(32)) ** 2)
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_quantised_weights(weights):
-    config = dataclasses.replace(CONFIG, embed=32, hidden=32, latent=dataclasses.replace(LATENT, query_rank=32, value=16))
+    config = dataclasses.replace(
+        CONFIG, embed=32, hidden=32, latent=dataclasses.replace(LATENT, query_rank=32, value=16)
+    )
     decoder = Decoder(config, weights=weights)
-    kinds = {name.rsplit(".", 1)[-1]: each.get_value().dtype for name, each in named_parameters(decoder)}
+    kinds = {
+        name.rsplit(".", 1)[-1]: each.get_value().dtype for name, each in named_parameters(decoder)
+    }
     codes = jnp.int8 if weights == "int8" else jnp.uint8
     assert kinds["q"] == kinds["q_down"] == kinds["latent"] == kinds["out"] == codes
     assert kinds["key_up"] == kinds["value_up"] == jnp.float32

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -361,7 +362,7 @@ def _measure_output_change(
     norms = lax.cummax(max_over_devices(_compute_value_norms(v, weight), "H", graphs.axes), axis=1)
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = sum_over_devices(share.sum(axis=1), graphs.axes)
-    count = sum_over_devices(jnp.full((), heads * group, jnp.float32), graphs.axes)
+    count = sum_over_devices(jnp.full((), math.prod(weight.shape[1:3]), jnp.float32), graphs.axes)
     # With every entry kept, rounding could make the difference negative.
     return loss, 2 * largest * jnp.maximum(count - retained, 0)
 

@@ -108,7 +108,9 @@ def choose_attention_implementations(
 ) -> PrefillDecodeImplementations:
     """Return `PrefillDecodeImplementations` by name or AUTO for device, dtype and head dim; ValueError if unsupported.
 
-    `head_dim` is that of attention within a prompt, `entry_dim` that of a cache's entries if it differs. `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
+    `head_dim` is that of attention within a prompt, `entry_dim` that of a cache's entries if it differs.
+
+    `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.
     """
     name = parse_attention_implementation(name)

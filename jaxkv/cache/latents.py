@@ -20,7 +20,7 @@ from jaxkv.cache.stores import DenseStore, Store, write_pool_rows
 class LatentStore(Store):
     """Abstract base class of stores of latents: values are the keys, and what is given as values is not written."""
 
-    kernels = DenseStore.kernels
+    kernels: ClassVar[tuple[str, ...]] = DenseStore.kernels
     values_are_keys = True
 
     @classmethod
@@ -122,9 +122,7 @@ class QuantisedLatentStore(LatentStore):
         return dataclasses.replace(self, k=written)
 
 
-_registered = partial(
-    jax.tree_util.register_dataclass, data_fields=["k"], meta_fields=["wide"]
-)
+_registered = partial(jax.tree_util.register_dataclass, data_fields=["k"], meta_fields=["wide"])
 
 
 @_registered
@@ -132,7 +130,6 @@ _registered = partial(
 class Int8LatentStore(QuantisedLatentStore):
     """Store of latents as 8-bit integers with one float16 scale per vector."""
 
-    kernels = ()
     vectors = Int8Vectors
 
 
@@ -141,5 +138,4 @@ class Int8LatentStore(QuantisedLatentStore):
 class Int4LatentStore(QuantisedLatentStore):
     """Store of latents in 4 bits per element, with a float16 scale and minimum per group of up to 32."""
 
-    kernels = ()
     vectors = Int4Vectors

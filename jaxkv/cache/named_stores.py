@@ -20,7 +20,7 @@ _LATENTS: dict[type[Store], type[LatentStore]] = {
 
 
 def get_latent_store(store: type[Store]) -> type[Store]:
-    """Return the store of latents that encodes entries as `store` does; a store of latents unchanged, else ValueError."""
+    """Return the store of latents that encodes as `store` does; a store of latents unchanged; else ValueError."""
     if issubclass(store, LatentStore):
         return store
     remedy = "no form of it holds latents, which are key and value at once: use 'dense', 'int8' or 'int4'"

@@ -21,11 +21,12 @@ def list_model_types() -> dict[str, str]:
     """
     rows = {name: family.about for name, family in FAMILIES.items()}
     rows |= {name: row["about"] for name, row in _TABLES["models"].items()}
+    rows |= {name: rows[same] for name, same in _TABLES["same"].items()}
     return dict(sorted(rows.items()))
 
 
 def extract_text_config(config: Config) -> Config:
-    """Return the config of an image-and-text model's text model, as if text-only; return other configs unchanged.
+    """Return an image-and-text model's text config, as if text-only; others unchanged, `model_type` as transformers'.
 
     Args:
         config: the keys of a Hugging Face `config.json`.
@@ -38,7 +39,8 @@ def extract_text_config(config: Config) -> Config:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _TABLES["models"]:
-        return config
+        same = _TABLES["same"].get(str(kind))
+        return config if same is None else {**config, "model_type": same}
     texts, given = _TABLES["models"][kind]["texts"], config.get("text_config")
     if not isinstance(given, Mapping):
         raise build_value_error(

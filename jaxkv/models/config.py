@@ -189,8 +189,13 @@ class ModelConfig:
 
     @property
     def has_llama_blocks(self) -> bool:
-        """True if blocks suit fused steps: serial, plain RMS norm first, dense SwiGLU; no residual scale, gains, latents."""
-        mlp = self.gated and self.activation == "silu" and self.experts is None and self.latent is None
+        """True if blocks suit fused steps: serial, RMS norm first, dense SwiGLU; no residual scale, gains, latents."""
+        mlp = (
+            self.gated
+            and self.activation == "silu"
+            and self.experts is None
+            and self.latent is None
+        )
         plain = mlp and self.residual_scale == 1
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
         scaled = self.has_qk_gains or self.qk_norm_rotated
@@ -243,7 +248,9 @@ class ModelConfig:
     @property
     def prompt_head_dim(self) -> int:
         """Head dim of attention within a prompt: D, or for latents that of projected keys or values if wider."""
-        return self.head_dim if self.latent is None else max(self.latent.query_dim, self.latent.value)
+        return (
+            self.head_dim if self.latent is None else max(self.latent.query_dim, self.latent.value)
+        )
 
     @property
     def expanded_elements(self) -> int:

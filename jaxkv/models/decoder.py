@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv.attention.shaping import LogitShaping
 from jaxkv.attention.xla import apply_softcap
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.latent import LatentAttention
 from jaxkv.models.layers import (
     DenseMLP,
     LayerNorm,
@@ -28,7 +29,6 @@ from jaxkv.models.layers import (
     make_empty_parameter,
     multiply_by_weight,
 )
-from jaxkv.models.latent import LatentAttention
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import RopeTables, apply_rope, zero_rotated_channels
 from jaxkv.models.stored import StoredWeight
@@ -50,6 +50,8 @@ class AttentionParameters(nnx.Module):
     Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sink_logits `[K, G]`; query head h belongs to kv
     head h // G.
     """
+
+    q: nnx.Param
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
         heads = config.kv_heads
@@ -294,13 +296,13 @@ class LatentBlock(DecoderBlock):
         self, x: Hidden, attended: Float[Array, "B 1 H N D"], *, apart: bool = False
     ) -> Hidden:
         """Return hidden states after the output projection, the MLP and both sums, from each head's mean entries."""
-        return super().apply_output_and_mlp(
-            x, self.attention.expand_outputs(attended), apart=apart
-        )
+        return super().apply_output_and_mlp(x, self.attention.expand_outputs(attended), apart=apart)
 
     def _pad_head_dim(self, x: Float[Array, "*n c"]) -> Float[Array, "*n C"]:
         """Pad queries, keys or values with zeros to the head dim of attention within a prompt."""
-        return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, self.config.prompt_head_dim - x.shape[-1])))
+        return jnp.pad(
+            x, (*((0, 0),) * (x.ndim - 1), (0, self.config.prompt_head_dim - x.shape[-1]))
+        )
 
 
 def _rotate(

@@ -212,7 +212,9 @@ def _read_latent_fields(config: Config, heads: int) -> dict[str, Any]:
         "query_rank": "q_lora_rank",
     }
     widths = {
-        name: validate_int(key, config[key]) for name, key in keys.items() if config[key] is not None
+        name: validate_int(key, config[key])
+        for name, key in keys.items()
+        if config[key] is not None
     }
     latent = LatentConfig(**widths)
     given = config["num_key_value_heads"]

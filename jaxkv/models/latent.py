@@ -7,7 +7,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.layers import RMSNorm, add_linear_weight, apply_linear, get_float_weight, make_empty_parameter
+from jaxkv.models.layers import (
+    RMSNorm,
+    add_linear_weight,
+    apply_linear,
+    get_float_weight,
+    make_empty_parameter,
+)
 from jaxkv.models.rope import join_rotated_channels, split_rotated_channels
 from jaxkv.models.values import LatentConfig
 
@@ -18,9 +24,9 @@ _EPSILON = 1e-6
 class LatentAttention(nnx.Module):
     """Parameters of multi-head latent attention, and its projections; attention itself has one kv head of latents.
 
-    Parameters: q `[1, H, C, E]` of C = u + r channels, or of a query's latent in place of E; latent `[R + r, E]`; key_up
-    `[1, H, u, R]` and value_up `[1, H, v, R]` from latents to a head's unrotated keys and values, never quantised because
-    both their axes are summed; out `[E, H * v]`.
+    Parameters: q `[1, H, C, E]` of C = u + r channels, or of a query's latent in place of E; latent `[R + r, E]`;
+    key_up `[1, H, u, R]` and value_up `[1, H, v, R]` from latents to a head's unrotated keys and values, never
+    quantised because both their axes are summed; out `[E, H * v]`.
 
     References:
         DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
@@ -28,7 +34,9 @@ class LatentAttention(nnx.Module):
 
     q_norm = k_norm = q_gain = k_gain = sink_logits = None
 
-    def __init__(self, config: ModelConfig, latent: LatentConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(
+        self, config: ModelConfig, latent: LatentConfig, *, dtype: jnp.dtype, weights: jnp.dtype
+    ):
         self.widths = latent
         width = config.embed if latent.query_rank is None else latent.query_rank
         if latent.query_rank is not None:
@@ -39,8 +47,12 @@ class LatentAttention(nnx.Module):
         add_linear_weight(self, "q", 1, config.heads, latent.query_dim, width, dtype=weights)
         add_linear_weight(self, "latent", latent.entry_dim, config.embed, dtype=weights)
         self.latent_norm = RMSNorm(latent.rank, eps=_EPSILON, dtype=dtype)
-        self.key_up = make_empty_parameter(1, config.heads, latent.unrotated, latent.rank, dtype=dtype)
-        self.value_up = make_empty_parameter(1, config.heads, latent.value, latent.rank, dtype=dtype)
+        self.key_up = make_empty_parameter(
+            1, config.heads, latent.unrotated, latent.rank, dtype=dtype
+        )
+        self.value_up = make_empty_parameter(
+            1, config.heads, latent.value, latent.rank, dtype=dtype
+        )
         add_linear_weight(self, "out", config.embed, config.heads * latent.value, dtype=weights)
 
     def project_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B 1 H N C"]:
@@ -50,19 +62,24 @@ class LatentAttention(nnx.Module):
         return jnp.moveaxis(apply_linear(self, "q", normed, wide=True), 1, 3)
 
     def absorb_queries(self, q: Float[Array, "B 1 H N C"]) -> Float[Array, "B 1 H N D"]:
-        """Multiply heads' queries by their up-projections of keys: queries of latents, which give equal logits; float32."""
+        """Multiply heads' queries by their projections of keys: queries of latents, of equal logits; float32."""
         rotated, others = split_rotated_channels(q, self.widths.rotated)
         weight = self.key_up[...]
         of_latents = jnp.einsum(
-            "bkgnu,kgur->bkgnr", others.astype(weight.dtype), weight, preferred_element_type=jnp.float32
+            "bkgnu,kgur->bkgnr",
+            others.astype(weight.dtype),
+            weight,
+            preferred_element_type=jnp.float32,
         )
         return join_rotated_channels(rotated, of_latents)
 
     def project_latents(self, normed: Float[Array, "B N E"]) -> Float[Array, "B 1 N D"]:
-        """Return the unrotated entries of normed hidden states, float32: normed latents, with a key's other channels."""
+        """Return the unrotated entries of normed hidden states, float32: normed latents, and a key's other channels."""
         both = apply_linear(self, "latent", normed, wide=True)
         latents, rotated = jnp.split(both, [self.widths.rank], axis=-1)
-        return join_rotated_channels(rotated, self.latent_norm(latents).astype(jnp.float32))[:, None]
+        return join_rotated_channels(rotated, self.latent_norm(latents).astype(jnp.float32))[
+            :, None
+        ]
 
     def expand_keys_values(
         self, entries: Float[Array, "B 1 S D"]
@@ -70,7 +87,12 @@ class LatentAttention(nnx.Module):
         """Return the heads' keys and values of rotated entries, in their dtype."""
         rotated, latents = split_rotated_channels(entries[:, 0], self.widths.rotated)
         keys, values = (
-            jnp.einsum("bsr,kgur->bgsu", latents.astype(each.dtype), each, preferred_element_type=jnp.float32)
+            jnp.einsum(
+                "bsr,kgur->bgsu",
+                latents.astype(each.dtype),
+                each,
+                preferred_element_type=jnp.float32,
+            )
             for each in (self.key_up[...], self.value_up[...])
         )
         spread = jnp.broadcast_to(rotated[:, None], (*keys.shape[:3], self.widths.rotated))
@@ -82,12 +104,15 @@ class LatentAttention(nnx.Module):
         _, latents = split_rotated_channels(attended, self.widths.rotated)
         weight = self.value_up[...]
         out = jnp.einsum(
-            "bkgnr,kgvr->bkgnv", latents.astype(weight.dtype), weight, preferred_element_type=jnp.float32
+            "bkgnr,kgvr->bkgnv",
+            latents.astype(weight.dtype),
+            weight,
+            preferred_element_type=jnp.float32,
         )
         return out.astype(attended.dtype)
 
     def get_value_projection(self) -> Float[Array, "E 1 H D"]:
-        """Return the float32 product of the projections from an entry, as a value, to each head's and the layer's output."""
+        """Return float32 projections by query head: what an entry, as a value, becomes at the layer's output."""
         up = self.value_up[...].astype(jnp.float32)
         out = get_float_weight(self, "out").reshape(-1, *up.shape[:3])
         of_latents = jnp.einsum("ekgv,kgvr->ekgr", out, up)

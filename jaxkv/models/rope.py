@@ -166,7 +166,7 @@ def apply_rope(
 def join_rotated_channels(
     rotated: Float[Array, "*n r"], others: Float[Array, "*n u"]
 ) -> Float[Array, "*n D"]:
-    """Concatenate rotated and other channels in the order of `apply_rope`: pairs (i, i + D/2), the rotated ones first."""
+    """Concatenate rotated and other channels in `apply_rope`'s order: pairs (i, i + D/2), the rotated ones first."""
     halves = zip(jnp.split(rotated, 2, axis=-1), jnp.split(others, 2, axis=-1), strict=True)
     return jnp.concatenate([part for half in halves for part in half], axis=-1)
 
@@ -183,5 +183,8 @@ def split_rotated_channels(
 def zero_rotated_channels(x: Float[Array, "*n D"], rope: Rope) -> Float[Array, "*n D"]:
     """Return vectors with the channels that `rope` rotates set to 0: the value of an entry that is a latent."""
     half = x.shape[-1] // 2
-    rotated = jnp.arange(x.shape[-1], dtype=jnp.int32) % half < count_rotated_channels(rope, x.shape[-1]) // 2
+    rotated = (
+        jnp.arange(x.shape[-1], dtype=jnp.int32) % half
+        < count_rotated_channels(rope, x.shape[-1]) // 2
+    )
     return jnp.where(rotated, jnp.zeros((), x.dtype), x)

@@ -140,7 +140,9 @@ def _yield_parameter_sources(
     elif family == "phi3" and fused:
         yield from _yield_phi3_sources(base, f"{prefix}self_attn.qkv_proj.weight", shape, config)
     elif config.latent is not None and base.startswith("attention.") and base != "attention.out":
-        yield _make_latent_source(base.removeprefix("attention."), f"{prefix}self_attn", shape, config)
+        yield _make_latent_source(
+            base.removeprefix("attention."), f"{prefix}self_attn", shape, config
+        )
     elif base == "attention.sink_logits":
         yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
     elif base == "mlp.xielu":
@@ -221,7 +223,9 @@ def _make_latent_source(base: str, prefix: str, shape: Shape, config: ModelConfi
         first, second = ([latent.unrotated + at for at in half] for half in halves)
         middle = latent.unrotated // 2
         order = (*first, *range(middle), *second, *range(middle, latent.unrotated))
-        return dataclasses.replace(_make_tensor_source(f"{prefix}.{name}.weight", shape), order=order)
+        return dataclasses.replace(
+            _make_tensor_source(f"{prefix}.{name}.weight", shape), order=order
+        )
     source = _make_tensor_source(f"{prefix}.{_LATENTS[base]}.weight", shape)
     if base != "latent":
         return source

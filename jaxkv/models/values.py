@@ -332,7 +332,12 @@ class LatentConfig:
             object.__setattr__(self, "query_rank", validate_int("query_rank", self.query_rank))
         for name in ("rank", "rotated", "unrotated"):
             count = getattr(self, name)
-            require(count % 2 == 0, name, count, "odd: channels are rotated in pairs: give an even number")
+            require(
+                count % 2 == 0,
+                name,
+                count,
+                "odd: channels are rotated in pairs: give an even number",
+            )
         remedy = f"give at least unrotated={self.unrotated} channels"
         require(self.rank >= self.unrotated, "rank", self.rank, remedy)
 

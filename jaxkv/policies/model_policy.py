@@ -45,7 +45,7 @@ def resolve_policy_for_model(
 
 
 def fit_store(policy: Policy, config: ModelConfig) -> Policy:
-    """Return the policy, with a store of latents for a model that has latents; ValueError if there is none.
+    """Return the policy, with a store of latents if the model has latents; ValueError if none fits the model.
 
     Args:
         policy: the policy.
@@ -55,11 +55,14 @@ def fit_store(policy: Policy, config: ModelConfig) -> Policy:
         The policy.
 
     Raises:
-        ValueError: for a store that cannot hold latents, or a policy that does not pass its store on.
+        ValueError: for a store that cannot hold the model's entries, or a policy that does not pass its store on.
     """
+    given = policy.composed.store
     if config.latent is None:
+        remedy = "it drops values, and the model has them: leave it out"
+        require(not given.values_are_keys, "store", given.__name__, remedy)
         return policy
-    store = get_latent_store(policy.composed.store)
+    store = get_latent_store(given)
     fitted = replace_policy_store(policy, store)
     remedy = f"the model needs {store.__name__}: build the parts with this policy's store"
     require(fitted.composed.store is store, "store", fitted.composed.store.__name__, remedy)

@@ -200,6 +200,7 @@ def replace_policy_budget(policy: Policy, budget: Budget) -> Policy:
 
 def replace_policy_store(policy: Policy, store: type[Store]) -> Policy:
     """Return a copy of the policy with this store, set in the policy that it is built on, too."""
-    base = policy.base_policy if isinstance(policy, _DerivedPolicy) else None
-    inner = {} if base is None else {"base": replace_policy_store(base, store)}
-    return dataclasses.replace(policy, store=store, **inner)
+    if isinstance(policy, _DerivedPolicy) and policy.base_policy is not None:
+        base = replace_policy_store(policy.base_policy, store)
+        return dataclasses.replace(policy, store=store, base=base)
+    return dataclasses.replace(policy, store=store)

@@ -449,8 +449,8 @@ def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
             "jaxkv.generate",
         ),
         (
-            parts.store.transformed,
-            f"not supported: {parts.store.__name__} holds transformed entries. Use int8",
+            parts.store.transformed or parts.store.values_are_keys,
+            f"not supported: {parts.store.__name__} holds transformed entries, or no values. Use int8",
         ),
         (
             parts.rolling,
