@@ -440,8 +440,10 @@ def _check_layer_count(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _check_stored_tensor(source: TensorSource, tensor: StoredTensor) -> None:
-    """Raise ValueError if a stored tensor is not of floats of 16 bits or more, or its shape differs from the config's."""
-    remedy = "not floats of 16 bits or more: a config.json needs the quantization_config of such weights"
+    """Raise ValueError if a stored tensor has floats of 8 bits or integers, or another shape than the config's."""
+    remedy = (
+        "not floats of 16 bits or more: a config.json needs the quantization_config of such weights"
+    )
     require(
         jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype.itemsize > 1,
         f"{source.name}.dtype",

@@ -100,7 +100,11 @@ def fp8(rng, shape, *, block=None):
         weight[row, column] = np.float32(codes[row, column]) * scales[row // high, column // wide]
     scales = scales if block else scales.reshape(()).astype(ml_dtypes.bfloat16)
     weight = weight if block else codes.astype(np.float32) * np.float32(scales)
-    return {"weight": codes, "weight_scale_inv": scales, "activation_scale": np.ones((), "f")}, weight
+    return {
+        "weight": codes,
+        "weight_scale_inv": scales,
+        "activation_scale": np.ones((), "f"),
+    }, weight
 
 
 def nvfp4(rng, shape):
@@ -265,7 +269,11 @@ def test_formats_that_are_not_read(quantised):
 
 
 def test_codes_without_a_format_are_rejected(tmp_path):
-    alone = {f"{LAYER}{base}.{part}": None for base in LINEAR for part in ("weight_scale_inv", "activation_scale")}
+    alone = {
+        f"{LAYER}{base}.{part}": None
+        for base in LINEAR
+        for part in ("weight_scale_inv", "activation_scale")
+    }
     narrow, _ = write(tmp_path, "fp8", change=alone)
     (narrow / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(ValueError, match="dtype='float8_e4m3fn'.*quantization_config"):

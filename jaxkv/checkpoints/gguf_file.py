@@ -53,6 +53,7 @@ class GgufFile:
                 dtype=np.dtype(np.float32),
                 read=functools.partial(self._read_tensor, hf, tensor),
                 stepped=tensor.kind.name in _STEPPED,
+                computed=True,
             )
             for name, tensor in self._stored.items()
             if not is_rope_table(name)

@@ -1,5 +1,6 @@
 """The experts of a gpt-oss in one layout, read in parts from a folder's MXFP4 blocks or floats, or from a GGUF."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 
@@ -21,8 +22,8 @@ _GROUP_BYTES = 16
 # Elements dequantised in one step, to limit those in memory as float32.
 _AT_ONCE = 1 << 20
 # A code has a sign, two bits of exponent and one of mantissa (e2m1). The low half of a byte is the first element.
-_CODES = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-_PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], axis=-1)
+FP4_NUMBERS = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+_PAIRS = np.stack([FP4_NUMBERS[np.arange(256) & 15], FP4_NUMBERS[np.arange(256) >> 4]], axis=-1)
 # Both floats of a byte as one number, for a seven times faster lookup in NumPy.
 _AS_ONE = _PAIRS.view(np.uint64)[:, 0]
 
@@ -131,9 +132,8 @@ def _join_expert_pair(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
         experts, halves, *rest = complete_index(index, shape)
         return np.stack([each.read((experts, *rest)) for each in [gates, ups][halves]], axis=1)
 
-    return StoredTensor(
-        shape=shape, dtype=gates.dtype, read=read_joined_part, stepped=gates.stepped and ups.stepped
-    )
+    stepped = gates.stepped and ups.stepped
+    return dataclasses.replace(gates, shape=shape, read=read_joined_part, stepped=stepped)
 
 
 def _check_mxfp4_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:

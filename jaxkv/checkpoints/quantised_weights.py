@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
+from jaxkv.checkpoints.gpt_oss import FP4_NUMBERS
 from jaxkv.checkpoints.json_files import AGAIN
 from jaxkv.checkpoints.tensor import Index, StoredTensor, complete_index
 
@@ -29,8 +30,8 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _ONES = np.uint32(0x11111111)
 # Zero point of 4-bit codes without one.
 _MIDDLE = np.uint8(8)
-# Numbers of 4 bits, and scales that are powers of two.
-_FP4, _POWER = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
+# Scales that are powers of two.
+_POWER = ml_dtypes.float8_e8m0fnu
 # Elements dequantised in one step, to limit those in memory twice.
 _AT_ONCE = 1 << 20
 
@@ -183,12 +184,12 @@ class _WeightParts:
             step = max(1, _AT_ONCE // max(1, part.shape[1]))
             for start in range(0, len(part), step):
                 to = slice(start, start + step)
-                at = np.arange(rows.start, rows.stop)[to, None] // height - first
-                numbers = part[to].astype(np.float32)
+                at = np.arange(rows.start, rows.stop)[to] // height - first
+                array[to] = part[to]
                 if middles is not None:
-                    numbers -= middles[at, of]
+                    array[to] -= np.take(middles[at], of, axis=1)
                 with np.errstate(all="ignore"):  # NaN and infinity are rejected later
-                    array[to] = numbers * factors[at, of]
+                    array[to] *= np.take(factors[at], of, axis=1)
             return array
 
         return StoredTensor(
@@ -196,6 +197,7 @@ class _WeightParts:
             dtype=np.dtype(np.float32),
             read=read_dequantised_part,
             stepped=words or codes.dtype == np.uint8,
+            computed=True,
         )
 
     def _read_words(self, form: WeightFormat) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
@@ -231,7 +233,7 @@ class _WeightParts:
             return _unpack(codes), _to_float(scales), zeros
         if codes.dtype != np.uint8:
             return codes, _to_float(scales), zeros
-        codes = _map_values(_unpack(codes), _FP4, lambda array: array.view(_FP4))
+        codes = _map_values(_unpack(codes), np.float32, lambda array: FP4_NUMBERS[array])
         if scales.dtype == np.uint8:
             scales = _map_values(scales, _POWER, lambda array: array.view(_POWER))
             return codes, _to_float(scales), zeros

@@ -22,12 +22,14 @@ class StoredTensor:
         dtype: dtype of the arrays that are read.
         read: function that reads the part given by one slice per axis; `read(())` reads the tensor.
         stepped: True if each 32 values of a row are steps of one size, at most 16, as in GGUF's blocks of 4 bits.
+        computed: True if values are dequantised when read: several parts cost no more than all at once.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[Index], np.ndarray] = dataclasses.field(repr=False)
     stepped: bool = False
+    computed: bool = False
 
 
 def complete_index(index: Index, shape: tuple[int, ...]) -> list[slice]:

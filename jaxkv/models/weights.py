@@ -1,5 +1,6 @@
 """Reader of one parameter from checkpoint tensors: all or a device's shard, in a float dtype or quantised."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from jaxkv.models.sources import TensorSource
 from jaxkv.models.stored import GROUP, GROUP_BYTES
 from jaxkv.sharding.parameters import get_parameter_spec
 
+# Elements dequantised or quantised in one step, to limit those in memory as float32.
+_AT_ONCE = 1 << 19
 # The checkpoint's tensors of one parameter.
 Tensors = list[tuple[TensorSource, StoredTensor]]
 
@@ -68,9 +71,8 @@ def read_quantised_weight(
         if key not in rounded:
             elements = slice(spans[-1][0] * GROUP, spans[-1][1] * GROUP) if grouped else slice(None)
             weight = _read_shard(parts, shape, np.dtype(np.float32), (*index, elements))
-            rounded[key] = (
-                quantise_to_int4(weight, stepped=stepped) if grouped else quantise_to_int8(weight)
-            )
+            to_int4 = functools.partial(quantise_to_int4, stepped=stepped)
+            rounded[key] = _quantise_rows(to_int4 if grouped else quantise_to_int8, weight)
         return rounded[key]
 
     if mesh is None:
@@ -102,6 +104,19 @@ def read_quantised_weight(
             )
         )
     return made
+
+
+def _quantise_rows(
+    quantise: Callable[[np.ndarray], tuple[np.ndarray, ...]], weight: Float[np.ndarray, "*out E"]
+) -> tuple[np.ndarray, ...]:
+    """Quantise a weight some rows at a time, which limits temporary arrays; return what `quantise` returns."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    step = max(1, _AT_ONCE // rows.shape[1])
+    pieces = [quantise(rows[start : start + step]) for start in range(0, len(rows), step)]
+    return tuple(
+        np.concatenate(each).reshape(*weight.shape[:-1], *each[0].shape[1:])
+        for each in zip(*pieces, strict=True)
+    )
 
 
 def quantise_to_int4(
@@ -169,6 +184,13 @@ def _read_shard(
         part = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
         spans = source.locate_shard_in_tensor(ranges[depth:])
         mine = part.reshape([sum(last - first for first, last in axis) for axis in spans])
+        if tensor.computed:
+            step = max(1, _AT_ONCE * len(mine) // max(1, mine.size))
+            spans[0] = [
+                (begin, min(begin + step, last))
+                for first, last in spans[0]
+                for begin in range(first, last, step)
+            ]
         for places in itertools.product(*map(_pack_spans, spans)):
             there = tuple(slice(first, last) for first, last, _ in places)
             whole = all(

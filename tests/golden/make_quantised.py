@@ -1,6 +1,7 @@
 """Writes tiny Llamas in the formats of compressed-tensors, each with the floats that the library reads from it.
 
-Run it in an environment that has ``torch==2.13.0`` (CPU) and ``compressed-tensors==0.20.0``::
+Run it in an environment that has ``torch==2.13.0`` (CPU) and ``compressed-tensors==0.17.0``, the last line
+that writes ``weight_g_idx``::
 
     python tests/golden/make_quantised.py
 
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
@@ -95,6 +97,11 @@ def compress(weight, scheme):
     stored = library.compress(dict(state), scheme)
     if args.strategy == "block":  # decompress would take blocks of equal sizes
         return stored, dequantize(stored["weight"], scale, args=args)
+    if "weight_packed" in stored and args.type == "float":  # decompress would round to bfloat16
+        codes = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, dtype=torch.float32)
+        return stored, dequantize(
+            codes, scale, args=args, global_scale=state.get("weight_global_scale")
+        )
     return stored, library.decompress(dict(stored), scheme)["weight"]
 
 
