@@ -365,3 +365,17 @@ def test_tensors_that_do_not_fit(tmp_path, name, tensor, change, message):
     )
     with pytest.raises(ValueError, match=message):
         jaxkv.load(copied, progress=False)
+
+
+def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
+    """As many behind the last as the config says, or tensors of that name; others are rejected."""
+    copied = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "golden" / "models" / "glm4_moe", copied)
+    path = copied / "model.safetensors"
+    tensors = load_file(path)
+    more = {"model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    save_file(tensors | more | {"mtp.norm.weight": np.ones(3, np.float32)}, path)
+    assert jaxkv.load(copied, progress=False).config.layers == 3
+    save_file(tensors | {"model.layers.4.eh_proj.weight": np.zeros(2, np.float32)}, path)
+    with pytest.raises(ValueError, match=r"weights=\['model.layers.4.eh_proj.weight'\]"):
+        jaxkv.load(copied, progress=False)

@@ -7,7 +7,7 @@ import pytest
 import running
 import slot_runs
 import tiny
-from meshes import KINDS, mesh_of, new_programs, positions, prompts, roomy
+from meshes import mesh_of, new_programs, positions, prompts, roomy
 
 import jaxkv
 from jaxkv.analysis import similarity
@@ -66,14 +66,10 @@ SHAPES = {
     # A dense layer of its own width, then experts in groups beside shared ones.
     "glm4-moe": dataclasses.replace(
         SMALL,
-        layers=3,
         hidden=16,
         qk_norm=True,
         qkv_bias=True,
-        kinds=(
-            LayerSpec(rope=Rope(share=0.5), dense_hidden=32),
-            *(LayerSpec(rope=Rope(share=0.5)),) * 2,
-        ),
+        kinds=(LayerSpec(rope=Rope(share=0.5), dense_hidden=32), LayerSpec(rope=Rope(share=0.5))),
         experts=ExpertsConfig(
             count=8,
             chosen=3,
@@ -172,32 +168,29 @@ def test_meshes(name, sums):
     assert loops and len(sent) == len(loops) * (1 + sums * of.config.layers)
 
 
-@pytest.mark.parametrize("name", KINDS)
+# A second pass and a shared pool; evicted and merged at each token; compressed again; chosen to be read.
+@pytest.mark.parametrize("name", ["kvzip", "d2o", "rkv", "quest"])
 def test_each_kind_of_policy_over_layers_of_two_kinds(name, tmp_path):
     """Over a mixture with a dense layer first: alone, in a batch, in slots, on a mesh, and from a saved cache."""
     model, policy = model_of("glm4-moe"), roomy(name)
     given = slot_runs.requests(1, 5, shortest=33)
     ids = [each.prompt for each in given[:2]]
-    options = {"policy": policy, "max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+    options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+
+    def answer(of, ids, **more):
+        return [each.tokens.tolist() for each in jaxkv.generate(of, ids, **options, **more)]
+
+    alone = [jaxkv.generate(model, each, policy=policy, **options).tokens.tolist() for each in ids]
+    assert answer(model, ids, policy=policy) == alone
+    assert answer(model.on(mesh_of(2, 4)), ids, policy=policy) == alone
     cache = jaxkv.prefill(model, ids, policy=policy, progress=False)
     cache.save(tmp_path / "cache")
-    out = [
-        [jaxkv.generate(model, [each], **options).tokens.tolist()[0] for each in ids],
-        jaxkv.generate(model, ids, **options).tokens.tolist(),
-        jaxkv.generate(model, ids, mesh=mesh_of(2, 4), **options).tokens.tolist(),
-        _continue(model, cache),
-        _continue(model, jaxkv.KVCache.load(tmp_path / "cache")),
-    ]
-    assert all(each == out[0] for each in out)
+    loaded = jaxkv.load_cache(tmp_path / "cache", model)
+    questions = prompts(2, (7, 5))
+    assert answer(model, questions, cache=loaded) == answer(model, questions, cache=cache)
     slots = slot_runs.made(model, policy, start=False)
     slots.compile_programs(lengths=False)
     slot_runs.check(model, policy, given, slots=slots)
-
-
-def _continue(model, cache):
-    """The next tokens of a cache, sampled greedily."""
-    _, tokens = jaxkv.Session(model, cache.policy).sample(cache, NEW)
-    return tokens.tolist()
 
 
 @pytest.mark.parametrize("name", ["expected", "rolling"])

@@ -14,7 +14,11 @@ from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.catalog import KnownModel, apply_rope_scaling, catalog, model_named
 from jaxkv.planning.gpus import gpus
-from jaxkv.planning.memory_sizes import compute_memory_sizes, compute_weight_bytes
+from jaxkv.planning.memory_sizes import (
+    compute_memory_sizes,
+    compute_weight_bytes,
+    list_parameters,
+)
 from jaxkv.planning.named import find_accelerator, list_accelerators, parse_accelerators
 from jaxkv.planning.planner import find_largest_batch, find_largest_context, has_enough_memory, plan
 from jaxkv.planning.setting import Workload, parse_token_count
@@ -53,9 +57,21 @@ def test_models_that_are_loaded_by_name_are_planned_by_name(name):
 @pytest.mark.parametrize("name", catalog())
 def test_models_have_the_parameters_that_their_makers_count(name):
     entry = catalog()[name]
-    one = make_abstract_mesh(1, 1, entry.config)
-    assert compute_weight_bytes(entry.config, "bfloat16", one) == 2 * entry.parameters
+    held = list_parameters(entry.config, "bfloat16")
+    assert sum(each.copies * math.prod(each.shape) for each in held) == entry.parameters
     assert entry.source.startswith(f"https://huggingface.co/{entry.hub_id}/")
+
+
+@pytest.mark.parametrize("batch, read", [(1, 8), (3, 24), (100, 128)])
+def test_a_step_reads_dense_layers_shared_experts_and_the_chosen_ones(batch, read):
+    """Of GLM-4.5-Air: 45 mixtures behind a dense layer; the correction of scores is in 32 bits."""
+    sizes = compute_memory_sizes(setting("glm-4.5-air", gpus=4, batch=batch, context=4096))
+    embed, heads, kv_heads, dim, expert = 4096, 96, 8, 128, 3 * 4096 * 1408
+    each = (2 * heads + 2 * kv_heads) * dim * embed // 4 + (heads + 2 * kv_heads) * dim // 4
+    layers = 46 * (each + 2 * embed) + 3 * embed * 10944 // 4
+    mixtures = 45 * (128 * embed + (read + 1) * expert // 4)
+    ends = 151552 * embed // 4 + embed
+    assert sizes.read == 2 * (layers + mixtures + ends) + 45 * 4 * 128
 
 
 @pytest.mark.parametrize("parts", [1, 4, 64])
