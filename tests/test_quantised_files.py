@@ -107,6 +107,14 @@ def fp8(rng, shape, *, block=None):
     }, weight
 
 
+def mxfp8(rng, shape):
+    """Scales of 32 inputs that are powers of two, in bytes."""
+    codes = rng.normal(0, 100, shape).astype(E4M3)
+    powers = rng.integers(110, 120, (shape[0], shape[1] // 32)).astype(np.uint8)
+    weight = codes.astype(np.float32) * spread(2.0 ** (powers.astype(np.float32) - 127), shape)
+    return {"weight": codes, "weight_scale_inv": powers}, weight
+
+
 def nvfp4(rng, shape):
     """As ModelOpt's files: two codes in a byte, a scale for each 16, and one of all weights."""
     codes = rng.integers(0, 16, shape).astype(np.uint8)
@@ -131,6 +139,7 @@ FORMATS = {
         {"quant_method": "fp8", "weight_block_size": [24, 40], "activation_scheme": "dynamic"},
     ),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": None, "kv_cache_scheme": {}}),
+    "mxfp8": (mxfp8, {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}),
     "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 }
 
@@ -221,14 +230,14 @@ def test_files_of_compressed_tensors(name):
 SCALE = f"{DOWN}weight_scale_inv"
 BAD_TENSORS = [
     ("fp8_blocks", {SCALE: None}, f"tensor='{SCALE}': missing"),
-    ("fp8_blocks", {SCALE: np.ones((2, 3), "f")}, rf"{DOWN}weight_scale=\(2, 3\)"),
+    ("fp8_blocks", {SCALE: np.ones((2, 3), "f")}, rf"{SCALE}=\(2, 3\)"),
     ("fp8_blocks", {SCALE: np.ones((3, 3, 1), "f")}, rf"{SCALE}='float32\[3, 3, 1\]'"),
     ("fp8_blocks", {SCALE: np.full((3, 3), np.nan, "f")}, f"{DOWN}weight.*NaN"),
     ("fp8", {f"{DOWN}weight": np.ones((64, 96), bool)}, f"{DOWN}weight='bool"),
     ("nvfp4", {f"{DOWN}weight_scale_2": None}, f"tensor='{DOWN}weight_scale_2': missing"),
     ("nvfp4", {f"{DOWN}weight_scale_2": np.ones(64, "f")}, rf"{DOWN}weight_scale_2=\(64, 1\)"),
     ("nvfp4", {f"{DOWN}weight": np.ones((64, 96), "f")}, "weights=.*weight_scale"),
-    ("awq", {f"{DOWN}qzeros": np.ones((2, 8), np.int32)}, rf"{DOWN}zero points=\(64, 2\)"),
+    ("awq", {f"{DOWN}qzeros": np.ones((2, 8), np.int32)}, rf"{DOWN}qzeros=\(64, 2\)"),
     ("awq", {f"{DOWN}qweight": np.ones((96, 8), "f")}, rf"{DOWN}qweight='float32\[96, 8\]'"),
     ("awq", {f"{DOWN}weight": np.ones((64, 96), "f")}, "several forms of one weight"),
     ("gptq", {f"{DOWN}g_idx": np.full(96, 3, np.int32)}, f"{DOWN}g_idx=.*below 3"),
@@ -255,6 +264,8 @@ BAD_CONFIGS = [
     {"quant_method": "fp8", "weight_block_size": [128]},
     {"quant_method": "fp8", "weight_block_size": [0, 128]},
     {"quant_method": "compressed-tensors", "format": "marlin-24"},
+    PACK | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+    PACK | {"sparsity_config": "dense"},
     PACK | {"transform_config": {"config_groups": {"u": {}}}},
     PACK | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
     PACK | {"config_groups": {"group_0": {"format": "sparse-bitmask"}}},
@@ -266,6 +277,14 @@ BAD_CONFIGS = [
 def test_formats_that_are_not_read(quantised):
     with pytest.raises(ValueError, match=r"^quantization_config"):
         ModelConfig.from_hf(CONFIG | {"quantization_config": quantised})
+
+
+def test_what_changes_no_weights_is_ignored():
+    dense = {
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.13},
+        "kv_cache_scheme": {"num_bits": 8},
+    }
+    ModelConfig.from_hf(CONFIG | {"quantization_config": PACK | dense})
 
 
 def test_codes_without_a_format_are_rejected(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -199,7 +200,17 @@ def large_models(tmp_path):
     }
     safetensors.numpy.save_file(arrays, tmp_path / "large" / "model.safetensors")
     orbax = convert(tmp_path / "large.gguf", tmp_path / "large.orbax")
-    paths = [str(tmp_path / "large"), str(tmp_path / "large.gguf"), str(orbax)]
+    scales = {f"{name}_scale_inv": np.ones((), "f") for name in arrays if "proj" in name}
+    codes = {
+        name: array.astype(ml_dtypes.float8_e4m3fn)
+        for name, array in arrays.items()
+        if "proj" in name
+    }
+    (tmp_path / "narrow").mkdir()
+    config = {**checkpoint.config, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "narrow" / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(arrays | codes | scales, tmp_path / "narrow" / "model.safetensors")
+    paths = [str(tmp_path / name) for name in ("large", "large.gguf", "narrow")] + [str(orbax)]
     return paths, {name: array.nbytes for name, array in arrays.items()}
 
 

@@ -30,8 +30,6 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _ONES = np.uint32(0x11111111)
 # Zero point of 4-bit codes without one.
 _MIDDLE = np.uint8(8)
-# Scales that are powers of two.
-_POWER = ml_dtypes.float8_e8m0fnu
 # Elements dequantised in one step, to limit those in memory twice.
 _AT_ONCE = 1 << 20
 
@@ -64,14 +62,13 @@ def parse_weight_format(config: Mapping[str, Any]) -> WeightFormat | None:
         ValueError: for a method, a format or a number of bits that is not supported, by name.
     """
     given = config.get("quantization_config")
-    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    method = str(given.get("quant_method")) if isinstance(given, Mapping) else ""
     if given is None or (method == "mxfp4" and config.get("model_type") == "gpt_oss"):
         return None
     remedy = f"not supported: use {', '.join(_FORMATS)}, unquantised weights or a GGUF"
-    known = isinstance(method, str) and method in _FORMATS
-    require(known, "quantization_config", method or given, remedy)
+    require(method in _FORMATS, "quantization_config", method or given, remedy)
     groups = _list_weight_groups(given)
-    for part in (given, *groups):
+    for part in (given, *groups, given.get("sparsity_config") or {}):
         for key, values in _FORMATS[method].items():
             remedy = f"not supported for {method}: use {' or '.join(map(repr, values))}"
             value = part.get(key)
@@ -93,12 +90,15 @@ def parse_weight_format(config: Mapping[str, Any]) -> WeightFormat | None:
 def _list_weight_groups(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the settings of weights in each group of a `quantization_config`, with the group's format."""
     groups = given.get("config_groups") or {}
-    sound = isinstance(groups, Mapping) and all(
-        isinstance(group, Mapping) and isinstance(group.get("weights") or {}, Mapping)
-        for group in groups.values()
-    )
-    remedy = "not groups with settings of weights: use the published config"
-    require(sound, "quantization_config.config_groups", groups, remedy)
+    remedy = "not an object of objects: use the published config"
+    for name, value in {
+        "config_groups": groups,
+        "sparsity_config": given.get("sparsity_config"),
+    }.items():
+        require(isinstance(value or {}, Mapping), f"quantization_config.{name}", value, remedy)
+    for name, group in groups.items():
+        sound = isinstance(group, Mapping) and isinstance(group.get("weights") or {}, Mapping)
+        require(sound, f"quantization_config.config_groups.{name}", group, remedy)
     return [
         {**(group.get("weights") or {}), "format": group.get("format") or given.get("format")}
         for group in groups.values()
@@ -150,16 +150,19 @@ class _WeightParts:
     def dequantise(self, form: WeightFormat) -> StoredTensor:
         """Return the float32 weight, dequantised when read; ValueError for parts that do not fit together."""
         words = "qweight" in self._parts
-        codes, scales, zeros = self._read_words(form) if words else self._read_numbers(form)
+        scale = "weight_scale_inv" if form.method == "fp8" else "weight_scale"
+        scale = "scales" if words else scale
+        codes, scales, zeros = self._read_words(form) if words else self._read_numbers(scale)
         outputs, inputs = codes.shape
         high, wide = scales.shape
         height, width = form.blocks
         if scales.shape != (-(-outputs // height), -(-inputs // width)):
             fits = high in (1, outputs) and wide > 0 and inputs % wide == 0
-            self._require_fit(fits, "scales" if words else "weight_scale", scales, codes)
+            self._require_fit(fits, scale, scales, codes)
             height, width = outputs // high, inputs // wide
         if zeros is not None:
-            self._require_fit(zeros.shape == scales.shape, "zero points", zeros, codes)
+            zero = "qzeros" if words else "weight_zero_point"
+            self._require_fit(zeros.shape == scales.shape, zero, zeros, codes)
         groups = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
         if groups is not None:
             self._require_fit(groups.shape == (inputs,), "g_idx", groups, codes)
@@ -173,6 +176,7 @@ class _WeightParts:
             require(not stray, f"{self._prefix}g_idx", stray[:3], f"not below {wide}: {AGAIN}")
             return found
 
+        @np.errstate(all="ignore")  # NaN and infinity are rejected later
         def read_dequantised_part(index: Index) -> np.ndarray:
             """Read the codes and scales of a part; multiply them in steps that limit what is in memory twice."""
             rows, columns = complete_index(index, codes.shape)
@@ -188,8 +192,7 @@ class _WeightParts:
                 array[to] = part[to]
                 if middles is not None:
                     array[to] -= np.take(middles[at], of, axis=1)
-                with np.errstate(all="ignore"):  # NaN and infinity are rejected later
-                    array[to] *= np.take(factors[at], of, axis=1)
+                array[to] *= np.take(factors[at], of, axis=1)
             return array
 
         return StoredTensor(
@@ -203,17 +206,14 @@ class _WeightParts:
     def _read_words(self, form: WeightFormat) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
         """Return codes, scales and zero points of AWQ or GPTQ, which store inputs first and eight codes in a word."""
         words, zeros = self._get("qweight", "int32"), self._get("qzeros", "int32")
-        if form.method == "awq":
-            codes, order = _transpose(_unpack(words, _AWQ_ORDER)), _AWQ_ORDER
-        else:
-            codes, order = _unpack(_transpose(words)), ()
+        awq = form.method == "awq"
+        order = _AWQ_ORDER if awq else None
+        codes = _transpose(_unpack(words, order)) if awq else _unpack(_transpose(words))
         if form.zeros_less_one:
             zeros = _map_values(zeros, np.uint32, lambda array: array.view(np.uint32) + _ONES)
         return codes, _to_float(_transpose(self._get("scales"))), _transpose(_unpack(zeros, order))
 
-    def _read_numbers(
-        self, form: WeightFormat
-    ) -> tuple[StoredTensor, StoredTensor, StoredTensor | None]:
+    def _read_numbers(self, scale: str) -> tuple[StoredTensor, StoredTensor, StoredTensor | None]:
         """Return codes, scales and zero points of the other formats, which store outputs first."""
         packed = "weight_packed" in self._parts
         codes = (
@@ -221,7 +221,8 @@ class _WeightParts:
             if packed
             else self._get("weight", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
         )
-        scales = self._get("weight_scale_inv" if form.method == "fp8" else "weight_scale")
+        stored = self._get(scale)
+        scales = _to_float(stored)
         zeros = self._get("weight_zero_point") if "weight_zero_point" in self._parts else None
         if codes.dtype == np.int32:
             middle = np.broadcast_to(_MIDDLE, scales.shape)
@@ -230,21 +231,21 @@ class _WeightParts:
                 if zeros is None
                 else _transpose(_unpack(_transpose(zeros)))
             )
-            return _unpack(codes), _to_float(scales), zeros
-        if codes.dtype != np.uint8:
-            return codes, _to_float(scales), zeros
-        codes = _map_values(_unpack(codes), np.float32, lambda array: FP4_NUMBERS[array])
-        if scales.dtype == np.uint8:
-            scales = _map_values(scales, _POWER, lambda array: array.view(_POWER))
-            return codes, _to_float(scales), zeros
-        # NVFP4 has a second scale, of all weights.
-        whole, combine = (
+            return _unpack(codes), scales, zeros
+        if codes.dtype == np.uint8:
+            codes = _map_values(_unpack(codes), np.float32, lambda array: FP4_NUMBERS[array])
+            if stored.dtype.name == "float8_e4m3fn":
+                scales = self._scale_by_whole(scales, packed=packed)
+        return codes, scales, zeros
+
+    def _scale_by_whole(self, scales: StoredTensor, *, packed: bool) -> StoredTensor:
+        """Return the scales of NVFP4 with the second one, of all weights."""
+        name, combine = (
             ("weight_global_scale", np.divide) if packed else ("weight_scale_2", np.multiply)
         )
-        factor, scales = _to_float(self._get(whole)), _to_float(scales)
-        self._require_fit(factor.shape == (1, 1), whole, factor, codes)
-        both = _map_values(scales, np.float32, lambda array: combine(array, factor.read(())))
-        return codes, both, zeros
+        factor = _to_float(self._get(name))
+        self._require_fit(factor.shape == (1, 1), name, factor, scales)
+        return _map_values(scales, np.float32, lambda array: combine(array, factor.read(())))
 
     def _get(self, part: str, *dtypes: str) -> StoredTensor:
         """Return a tensor as a matrix; ValueError if it is missing, of another dtype or has more axes."""
@@ -272,7 +273,7 @@ class _WeightParts:
         require(condition, self._prefix + part, tensor.shape, remedy)
 
 
-def _unpack(words: StoredTensor, order: tuple[int, ...] = ()) -> StoredTensor:
+def _unpack(words: StoredTensor, order: tuple[int, ...] | None = None) -> StoredTensor:
     """Return 4-bit codes as bytes, from words along the last axis, lowest bits first, or as `order` places them."""
     each = 2 * words.dtype.itemsize
     shape = (*words.shape[:-1], words.shape[-1] * each)
@@ -284,7 +285,7 @@ def _unpack(words: StoredTensor, order: tuple[int, ...] = ()) -> StoredTensor:
         part = words.read((rows, slice(first, -(-columns.stop // each))))
         halves = np.ascontiguousarray(part).view(np.uint8)
         codes = np.stack([halves & 15, halves >> 4], axis=-1).reshape(*part.shape, each)
-        codes = codes[..., order] if order else codes
+        codes = codes if order is None else codes[..., order]
         begin = first * each
         flat = codes.reshape(len(part), part.shape[1] * each)
         return flat[:, columns.start - begin : columns.stop - begin]
@@ -313,6 +314,7 @@ def _map_values(
     )
 
 
-def _to_float(tensor: StoredTensor) -> StoredTensor:
-    """Return a tensor as float32."""
-    return _map_values(tensor, np.float32, lambda array: array.astype(np.float32))
+def _to_float(scales: StoredTensor) -> StoredTensor:
+    """Return scales as float32; bytes are powers of two."""
+    kind = ml_dtypes.float8_e8m0fnu if scales.dtype == np.uint8 else scales.dtype
+    return _map_values(scales, np.float32, lambda array: array.view(kind).astype(np.float32))
