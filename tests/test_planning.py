@@ -414,9 +414,9 @@ def test_a_type_that_is_not_supported_is_planned_as_a_llama_of_its_size(tmp_path
     }
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192}
     given = {"gpus": "h100x1", "context": 4096, "policy": jaxkv.SnapKV(budget=256)}
-    config = {"model_type": "seed_oss", "a_key_of_its_own": 1} | sizes
+    config = {"model_type": "mimo", "a_key_of_its_own": 1} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="seed_oss"):
+    with pytest.warns(UserWarning, match="mimo"):
         found = jaxkv.plan(tmp_path, **given)
     config = jaxkv.ModelConfig.from_hf({"model_type": "llama"} | sizes)
     assert found.sizes == jaxkv.plan(config, **given).sizes

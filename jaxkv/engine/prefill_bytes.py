@@ -341,7 +341,7 @@ class PrefillBytes:
         each = 4 * (1 + config.gated) + self.item
         if experts is None:
             return tokens * (each * config.hidden + self.item * config.embed)
-        # A mixture runs an expert on a few tokens at a time, with a slice of the stacked weights, beside float32 sums.
+        # A mixture runs an expert on a few tokens at a time, with a slice of the stacked weights and float32 sums.
         rows = choose_block_rows(tokens, experts.chosen, experts.count)
         weights = (2 + config.gated) * config.embed * self.item
         block = (rows * each + weights) * config.hidden

@@ -73,7 +73,7 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         remedy = "give the same as rope_scaling.long_mscale"
         require(other == keys["attention_factor"], "rope_scaling.short_mscale", other, remedy)
     if family.startswith("hunyuan") and kind == "dynamic" and keys.get("alpha"):
-        # A larger base, whatever the text's length: all other numbers change nothing.
+        # A larger base for texts of any length: all other numbers change nothing.
         alpha = check_positive("rope_scaling.alpha", keys["alpha"])
         kind, keys, theta = "default", {}, theta * alpha ** (dim / (dim - 2))
     if rotated:

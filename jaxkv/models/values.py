@@ -265,7 +265,7 @@ class ExpertsConfig:
             close to its own (PhiMoE, arXiv:2409.12136); None for one choice of all.
         normalised: True divides the chosen experts' scores by their sum.
         scale: factor of the chosen experts' weights.
-        shared: width of the MLP of all tokens beside the experts, the shared experts; None for none.
+        shared: width of the shared experts, one MLP that every token runs through; None for none.
         shared_gate: that MLP's output is multiplied by the sigmoid of a linear map (Qwen2-MoE).
         bias: the router and the experts' projections have biases (gpt-oss).
         limit: None for silu(gate) * up. A number for gpt-oss' activation, (up + 1) * gate * sigmoid(1.702 * gate), with
