@@ -310,7 +310,7 @@ def load_parameters(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None 
     parameters = dict(named_parameters(decoder))
     places = {source.name for of in sources.values() for source in of}
     names = {name for name in checkpoint.tensor_names if not _UNREAD.search(name)}
-    names -= _find_predicting_layers(names, decoder.config.layers, checkpoint.config)
+    names -= _find_predicting_layers(names, decoder.config.blocks, checkpoint.config)
     # Some exporters write the tied matrix twice.
     twice = decoder.head is None and _HEAD in names
     names -= {_HEAD} if twice else set()
@@ -436,7 +436,7 @@ def _check_layer_count(config: ModelConfig, checkpoint: Checkpoint) -> None:
         f"the checkpoint has {len(held)} layers: correct its config.json, or get the "
         "checkpoint again"
     )
-    require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
+    require(config.blocks <= len(held), "num_hidden_layers", config.blocks, remedy)
 
 
 def _check_stored_tensor(source: TensorSource, tensor: StoredTensor) -> None:

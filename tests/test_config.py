@@ -273,7 +273,7 @@ ABSENT = {
     "indexer": "deepseek_v32 glm_moe_dsa",
     "sparse": "deepseek_v4 minimax_m3",
     "chunks": "llama4 llama4_text",
-    "linear attention": "qwen3_5 qwen3_5_moe qwen3_next",
+    "linear attention": "bailing_hybrid qwen4_exp",
     "state": "nemotron_h granitemoehybrid olmo_hybrid falcon_h1 lfm2 kimi_linear jamba zamba2",
     "head dims": "gemma4 gemma4_text",
     "share entries": "gemma3n",

@@ -1,5 +1,6 @@
 """The compiled decode loop writes new rows into its pools, and copies none."""
 
+import dataclasses
 import re
 from functools import partial
 
@@ -11,6 +12,7 @@ import tiny
 import jaxkv
 from jaxkv.engine import token_loop as looping
 from jaxkv.engine.spec import create_cache_spec
+from jaxkv.models.values import DeltaNetSpec, LayerSpec
 
 LENGTHS = [37, 21]
 
@@ -34,6 +36,17 @@ def test_a_model_of_16_bits_appends_in_place():
     check_in_place(jaxkv.FullKV(), "bfloat16")
 
 
+def test_states_advance_in_place():
+    """The matrices of a gated delta net, which a token reads and changes."""
+    spec = DeltaNetSpec(key_heads=2, value_heads=6, key_dim=8, value_dim=5)
+    config = dataclasses.replace(
+        tiny.MODELS["mha"], kinds=(LayerSpec(below=(spec,)), LayerSpec()), norm_offset=True
+    )
+    _, text = compiled(tiny.tiny(config), jaxkv.FullKV())
+    assert "f32[2,2,3,8,5]" in text
+    assert not re.findall(r"= f32\[2,2,3,8,5\]\S* copy\(", text)
+
+
 def compiled(model, policy):
     """A pool of a short prompt's cache, and what XLA makes of the loop that samples on top of it."""
     cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, headroom=16)
@@ -46,7 +59,7 @@ def compiled(model, policy):
         model.flat_decoder, cache.arrays, draw, 4, jaxkv.Sampling(temperature=0), 0, spec=spec
     )
     leaves, structure = jax.tree.flatten(given)
-    first, end = (len(jax.tree.leaves(given[:count])) for count in (1, 2))
+    first, end = (len(jax.tree.leaves(given[:count])) for count in (1, 3))
     loop = partial(looping._loop.__wrapped__, spec=spec, size=16)
     run = lambda *each: loop(*jax.tree.unflatten(structure, each))  # noqa: E731
     # What it writes is donated, as it is by the library.

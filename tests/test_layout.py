@@ -29,6 +29,7 @@ LAYERS = (
     "jaxkv.machine",
     # What a cache knows of its model.
     "jaxkv.models.values",
+    "jaxkv.models.states",
     "jaxkv.models.stored",
     "jaxkv.models.hub_rope",
     "jaxkv.models.hub",

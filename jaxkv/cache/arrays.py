@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache.pools import EntryPool
+from jaxkv.models.states import DeltaState
 from jaxkv.sharding.mesh import list_leaves_with_axes
 
 
@@ -133,14 +134,28 @@ def _sum_present_arrays(one: Array | None, other: Array | None) -> Array | None:
 @jax.tree_util.register_dataclass
 @frozen_dataclass
 class CacheArrays:
-    """Pytree of a KV cache's pools and `SegmentTables` (segments, tokens seen, policy state); no logits or tally."""
+    """Pytree of a KV cache's pools, `SegmentTables` (segments, tokens seen, policy state), states; no logits or tally.
+
+    Attributes:
+        pools: entries of the layers that have them.
+        tables: their segments.
+        states: states of the layers that have one instead, in order.
+    """
 
     pools: tuple[EntryPool, ...]
     tables: SegmentTables
+    states: tuple[DeltaState, ...] = ()
 
     def replace_arrays(
-        self, *, pools: tuple[EntryPool, ...] | None = None, **tables: Any
+        self,
+        *,
+        pools: tuple[EntryPool, ...] | None = None,
+        states: tuple[DeltaState, ...] | None = None,
+        **tables: Any,
     ) -> "CacheArrays":
-        """Return a copy of the `CacheArrays` with `pools`, and fields of `tables` by name, replaced."""
-        pools = self.pools if pools is None else pools
-        return CacheArrays(pools=pools, tables=dataclasses.replace(self.tables, **tables))
+        """Return a copy of the `CacheArrays` with `pools`, `states`, and fields of `tables` by name, replaced."""
+        return CacheArrays(
+            pools=self.pools if pools is None else pools,
+            tables=dataclasses.replace(self.tables, **tables),
+            states=self.states if states is None else states,
+        )

@@ -67,7 +67,7 @@ class KVCache:
     """Immutable KV cache of B sequences: device arrays, offloaded entries, next logits, layout, policy, model, mesh.
 
     Attributes:
-        arrays: pools, segment tables and policy state on the device.
+        arrays: pools, segment tables, policy state and states of layers without entries, on the device.
         host_store: prompt entries of offloaded layers, in host memory; these layers' pools hold only later entries.
         logits: `f32[B, V]` of the next token; None if no token is to be sampled. Not counted in `nbytes`.
         tally: numbers of entries that a mesh moved or a budget cut.
@@ -161,7 +161,7 @@ class KVCache:
     def replace_arrays(
         self, *, pools: tuple[EntryPool, ...] | None = None, **tables: Any
     ) -> "KVCache":
-        """Return a copy of the cache with `pools` and `tables` fields by name, such as `start`, replaced."""
+        """Return a copy of the cache with `pools`, and others of its arrays by name, such as `start`, replaced."""
         return dataclasses.replace(self, arrays=self.arrays.replace_arrays(pools=pools, **tables))
 
     def cast_to_dtype(self, dtype: Any) -> "KVCache":
@@ -226,7 +226,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of the cache's pools (with headroom), tables and policy state; no logits or tally."""
+        """Device bytes of the cache's pools (with headroom), tables, policy state and states; no logits or tally."""
         held = dataclasses.replace(self, host_store=None, logits=None, tally=EntryOverflowCounts())
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 

@@ -18,6 +18,7 @@ from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.spec import create_decode_spec, create_selection_state
 from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.states import DeltaState
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.reads import FilteredReads, LayerReadConfig, count_attended_prompt_tokens
 from jaxkv.sharding.mesh import copy_to_host, place_dataclass_on_mesh, place_host_array
@@ -135,7 +136,10 @@ def _make_empty_cache(
         make_empty_pool(batch, each, dim, needed.dtype, scored=False, store=store, axes=axes)
         for each in rows
     )
-    arrays = place_dataclass_on_mesh(CacheArrays(pools=pools, tables=tables), axes)
+    states = tuple(
+        DeltaState.make_empty(each, batch, each.key_heads) for each in config.state_layers
+    )
+    arrays = place_dataclass_on_mesh(CacheArrays(pools=pools, tables=tables, states=states), axes)
     return KVCache(
         arrays=arrays,
         layout=policy.composed.cache_layout,

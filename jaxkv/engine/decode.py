@@ -22,6 +22,7 @@ from jaxkv.engine.residual import (
 from jaxkv.engine.sparse import create_new_tokens
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.models.decoder import Leaves, SplitDecoder
+from jaxkv.models.states import DeltaState
 from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -53,21 +54,21 @@ def run_decode_step(
     return compute_stream_logits(outer, stream, tokens.shape[0], spec), cache
 
 
-@sharded_jit(static=("spec",), donate=("pools",), on="spec")
+@sharded_jit(static=("spec",), donate=("pools", "states"), on="spec")
 def _run_compiled_step(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
     pools: tuple[EntryPool, ...],
+    states: tuple[DeltaState, ...],
     tables: SegmentTables,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
     spec: DecodeSpec,
 ) -> tuple[Float[Array, "B V"], CacheArrays]:
-    """Compiled `run_decode_step`: return last logits and the cache after N new tokens per sequence; donates pools."""
-    return run_decode_step(
-        ends, blocks, CacheArrays(pools=pools, tables=tables), tokens, count, spec=spec
-    )
+    """Compiled `run_decode_step`: return last logits and the cache after N new tokens; donates pools and states."""
+    cache = CacheArrays(pools=pools, tables=tables, states=states)
+    return run_decode_step(ends, blocks, cache, tokens, count, spec=spec)
 
 
 def run_new_tokens(
@@ -79,7 +80,7 @@ def run_new_tokens(
     spec: DecodeSpec,
     loader: HostStoreLoader | None = None,
 ) -> tuple[Float[Array, "B V"], CacheArrays]:
-    """Run N new tokens per sequence by compiled programs; return last logits and the cache; donate the pools.
+    """Run N new tokens per sequence by compiled programs; return last logits and the cache; donate pools and states.
 
     A single program runs, or one per group of layers: with a `loader` between transfers from host memory, and if the
     `spec` is `grouped`.
@@ -94,6 +95,7 @@ def run_new_tokens(
         flat.ends,
         spec.collect_block_leaves(flat),
         cache.pools,
+        cache.states,
         cache.tables,
         tokens,
         count,

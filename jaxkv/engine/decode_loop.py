@@ -87,8 +87,9 @@ class DecodeLoop:
 
     @property
     def is_rollback_impossible(self) -> bool:
-        """True if sampling evicts entries or updates their scores, so that tokens cannot be rolled back."""
-        return self._spec.ongoing.evicts or self._spec.uses_attention_scores
+        """True if sampling evicts entries, updates their scores or a state, so that tokens cannot be rolled back."""
+        scored = self._spec.ongoing.evicts or self._spec.uses_attention_scores
+        return scored or bool(self._cache.arrays.states)
 
     @property
     def sparse_attention_config(self) -> LayerReadConfig:

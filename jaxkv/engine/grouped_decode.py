@@ -4,6 +4,7 @@ On a CPU a program of all layers takes seconds to compile, and runs hardly faste
 """
 
 import dataclasses
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from jaxkv.engine.residual import ResidualStream
 from jaxkv.engine.sparse import SelectedPositions, create_new_tokens
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
+from jaxkv.models.states import DeltaState
 from jaxkv.sharding.sharded_program import sharded_jit
 
 # Layers per group: the first of these numbers that divides a model's layers, else the first.
@@ -60,9 +62,10 @@ def split_into_equal_groups(spec: DecodeSpec, tokens: int) -> tuple[EqualLayers,
     )
 
 
-@sharded_jit(static=("spec", "layers"), donate=("pools",), on="spec")
+@sharded_jit(static=("spec", "layers"), donate=("pools", "states"), on="spec")
 def run_grouped_layers(
     pools: tuple[EntryPool, ...],
+    states: tuple[DeltaState, ...],
     blocks: tuple[Leaves, ...],
     tables: SegmentTables,
     where: Int[Array, " n"],
@@ -79,7 +82,8 @@ def run_grouped_layers(
     indices of the first group equal to it.
     """
     new = create_new_tokens(spec, tables, count, x.shape[1])
-    cache = CacheArrays(pools=pools, tables=tables.select_layer_tables(where))
+    held = tables.select_layer_tables(where)
+    cache = CacheArrays(pools=pools, tables=held, states=states)
     begun = StepState(new=new, chosen=chosen)
     stream, chosen, cache = run_layers(
         blocks, cache, ResidualStream(x=x), begun, layers=layers, spec=spec
@@ -111,7 +115,7 @@ def run_grouped_step(
     *,
     spec: DecodeSpec,
 ) -> tuple[Float[Array, "B V"], CacheArrays]:
-    """Run N new tokens per sequence, one program per group of layers; return last logits and cache; donate pools."""
+    """Run N new tokens per sequence, a program per group of layers; return logits, cache; donate pools and states."""
     tables = cache.tables
     graphs = spec.graphs
     x = embed_tokens(flat.ends, tokens, graphs=graphs)
@@ -119,14 +123,18 @@ def run_grouped_step(
     pools = list(cache.pools)
     blocks = spec.collect_block_leaves(flat)
     parts = []
+    states = iter(cache.states)
+    advanced = list[DeltaState]()
     for group, indices, first in split_into_equal_groups(spec, tokens.shape[1]):
         own = sorted({spec.layout.get_pool_index(layer) for layer in group})
         places = [spec.find_query_buffer_index(layer) for layer in group]
         held = tables.replace_query_buffers(
             [tables.query_buffers[at] for at in places if at is not None]
         )
+        below = sum(len(spec.config.get_layer_spec(layer).below) for layer in group)
         x, chosen, after = run_grouped_layers(
             tuple(pools[at] for at in own),
+            tuple(itertools.islice(states, below)),
             tuple(blocks[layer] for layer in group),
             held,
             indices,
@@ -137,7 +145,8 @@ def run_grouped_step(
             layers=first,
         )
         parts.append(after.tables)
+        advanced += after.states
         for at, pool in zip(own, after.pools, strict=True):
             pools[at] = pool
     logits, tables = _finish_step(flat.ends, x, count, tables, tuple(parts), graphs=graphs)
-    return logits, CacheArrays(pools=tuple(pools), tables=tables)
+    return logits, CacheArrays(pools=tuple(pools), tables=tables, states=tuple(advanced))

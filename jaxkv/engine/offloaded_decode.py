@@ -136,7 +136,8 @@ def run_layer_group(
     assert held.state is not None and held.state.choosable is not None
     choosable = held.state.choosable
     new = create_new_tokens(spec, tables, count, x.shape[1])
-    turned = compute_step_angles(spec, kinds, new.positions, CacheArrays(pools=pools, tables=held))
+    cache = CacheArrays(pools=pools, tables=held)
+    turned = compute_step_angles(spec, kinds, new.positions, cache)
     blocks = [
         spec.graphs.replace_layer_spec(kind).rebuild_block(leaves)
         for kind, leaves in zip(kinds, inputs.blocks, strict=True)
@@ -170,7 +171,7 @@ def run_layer_group(
         return BlockInputs(rows=rows, by=by, query_buffer=inputs.query_buffers[index])
 
     begun = StepState(new=new, chosen=inputs.chosen)
-    ran = run_blocks(blocks[: len(pools)], spec, ResidualStream(x=x), begun, pools, bind_layer)
+    ran = run_blocks(blocks[: len(pools)], spec, ResidualStream(x=x), begun, cache, bind_layer)
     x = ran.stream.x
     choice = None
     if inputs.filter is not None:

@@ -39,6 +39,7 @@ from jaxkv.engine.spec import create_selection_state, get_gate_weights
 from jaxkv.engine.tokens import compute_angles_by_rope
 from jaxkv.models.decoder import SplitDecoder
 from jaxkv.models.rope import RopeTables
+from jaxkv.models.states import DeltaState
 from jaxkv.models.values import Rope
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.scorer import Needs, ScorerInputs
@@ -183,7 +184,9 @@ def prefill_layers(prompts: "PrefillLayerSource") -> Walk[KVCache]:
     )
     cache = KVCache(
         arrays=CacheArrays(
-            pools=add_page_bounds(out.pools, out.length, prompts.reading, flat.axes), tables=tables
+            pools=add_page_bounds(out.pools, out.length, prompts.reading, flat.axes),
+            tables=tables,
+            states=tuple(prompts.states),
         ),
         tally=out.tally,
         layout=parts.cache_layout,
@@ -206,6 +209,7 @@ class PrefillLayerSource(PromptEntrySource):
         to_host_store: entries of offloaded layers in host memory.
         centres: means of keys by layer, if the cache holds transformed entries.
         entry_implementation: implementation of what reads entries as the cache holds them.
+        states: states of the layers that ran and have one.
     """
 
     whole = False
@@ -259,6 +263,7 @@ class PrefillLayerSource(PromptEntrySource):
         self.query_buffers = list[Array]()
         self.transforms = uses_hadamard(parts)
         self.centres = list[Array]()
+        self.states = list[DeltaState]()
 
     def run_both_passes(self, padded: PaddedPrompts) -> Walk[None]:
         """Generator: run all layers, then the second pass; store each entry's peak attention; yield progress."""
@@ -293,6 +298,7 @@ class PrefillLayerSource(PromptEntrySource):
             self.whole,
         )
         self.x = out.x
+        self.states += out.states
         return out
 
     def get_layer_candidates(self, index: int) -> Candidates:

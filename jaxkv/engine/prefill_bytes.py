@@ -73,7 +73,7 @@ class PrefillBytes:
 
     @cached_property
     def cache_bytes(self) -> int:
-        """Bytes of the cache on the device: pools, page bounds, segment tables, policy state, query buffers."""
+        """Bytes of the cache on the device: pools, page bounds, segment tables, policy state, states of layers."""
         return sum(self.pool_bytes) + self._page_bound_bytes + self._table_bytes
 
     @property
@@ -225,7 +225,7 @@ class PrefillBytes:
 
     @property
     def _table_bytes(self) -> int:
-        """Bytes of the cache's segment tables, mean keys and policy state, query buffers included."""
+        """Bytes of the cache's segment tables, mean keys, policy state with query buffers, and states of layers."""
         ongoing = self.parts.decoding_compression
         layers = self.config.layers
         segments = layers * self.config.kv_heads
@@ -235,7 +235,8 @@ class PrefillBytes:
             numbers += 2 + layers + segments * merging
         elif not self.parts.read.reads_all_entries:
             numbers += 2 + layers + segments
-        return 4 * self.batch * numbers + self._query_buffer_bytes
+        states = self.batch * self.config.state_bytes
+        return 4 * self.batch * numbers + self._query_buffer_bytes + states
 
     @property
     def _candidate_buffer_bytes(self) -> int:

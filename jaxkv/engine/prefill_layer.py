@@ -1,5 +1,7 @@
 """One decoder block over whole prompts: the program that prefill runs per layer, in blocks of tokens."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +21,7 @@ from jaxkv.engine.moments import compute_prompt_query_moments, sum_attention_in_
 from jaxkv.engine.segments import restrict_to_window
 from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves
 from jaxkv.models.rope import RopeTables
+from jaxkv.models.states import DeltaState
 from jaxkv.policies.scorer import ExtraInputs, Needs
 from jaxkv.sharding.collectives import average_over_devices
 
@@ -40,6 +43,7 @@ class LayerOut:
         extras: statistics requested by `needs`, under its names: `sums`, `norms`, `unrotated`, `hidden`, `moments`,
             `blocks`; and `replay` after a second pass over the prompt.
         sink_logits: the block's sink logits, for each sequence; None for blocks without sinks.
+        states: states, after the prompt, of the layers below that have one.
     """
 
     x: Shaped[Array, "B ..."]
@@ -49,6 +53,7 @@ class LayerOut:
     q_positions: Int[Array, "B w"]
     extras: ExtraInputs
     sink_logits: Float[Array, "B K G"] | None = None
+    states: tuple[DeltaState, ...] = ()
 
 
 def layer(
@@ -68,6 +73,7 @@ def layer(
     """
     block = graphs.rebuild_block(leaves)
     batch, padded_len, _ = x.shape
+    x, states = advance_states(block, x, block.make_empty_states(batch), length)
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
     window = block.compute_rotated_queries(
@@ -125,7 +131,33 @@ def layer(
         q_positions=q_positions,
         extras=extras,
         sink_logits=None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape)),
+        states=states,
     )
+
+
+def advance_states(
+    block: DecoderBlock,
+    x: Float[Array, "B N E"],
+    states: tuple[DeltaState, ...],
+    count: Int[Array, " B"],
+) -> tuple[Float[Array, "B N E"], tuple[DeltaState, ...]]:
+    """Run the layers with a state below a block over N right-padded tokens; return hidden states, and states after.
+
+    `count` of the tokens are valid. Runs in blocks of tokens, as many as the longest sequence fills.
+    """
+    batch, tokens, _ = x.shape
+    size = choose_prefill_block_size(tokens, batch)
+    if not states or size == tokens:
+        return block.advance_states(x, states, count)
+
+    def run(index: Array, carry: tuple[Array, tuple[DeltaState, ...]]) -> tuple[Any, ...]:
+        """Run a block of tokens; return all tokens' hidden states, and the states after it."""
+        x, states = carry
+        part = lax.dynamic_slice_in_dim(x, index * size, size, axis=1)
+        part, states = block.advance_states(part, states, count - index * size)
+        return lax.dynamic_update_slice_in_dim(x, part, index * size, axis=1), states
+
+    return lax.fori_loop(0, (count.max() + size - 1) // size, run, (x, states))
 
 
 def compute_value_norms(block: DecoderBlock, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:

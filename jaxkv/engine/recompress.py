@@ -136,6 +136,7 @@ def recompress(
         length=compressed.length,
         limit=jnp.where(renewed, target, cache.limit),
         state=dataclasses.replace(state, tau=compressed.tau),
+        states=jax.tree.map(jnp.copy, cache.arrays.states),
     )
     # A head that competes with others may now hold more entries than the prompt has tokens.
     result = dataclasses.replace(

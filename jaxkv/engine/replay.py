@@ -20,11 +20,12 @@ from jaxkv.attention.steps import GatheredEntries
 from jaxkv.attention.xla import SegmentRanges, exact_einsum
 from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.layers.sliding_window import attend_sliding_window
-from jaxkv.engine.prefill_layer import LayerOut
+from jaxkv.engine.prefill_layer import LayerOut, advance_states
 from jaxkv.engine.progress import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.rope import compute_rope_tables
+from jaxkv.models.states import DeltaState
 from jaxkv.policies.scorer import PromptReplay
 from jaxkv.sharding.mesh import get_array_sharding, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
@@ -148,6 +149,7 @@ def compute_peak_attention(
                 x,
                 held,
                 (ran[index].k, ran[index].v),
+                ran[index].states,
                 length,
                 jnp.int32(first),
                 peaks[index],
@@ -165,6 +167,7 @@ def _rerun_block(
     x: Float[Array, "B N E"],
     count: Int[Array, " B"],
     rows: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]],
+    states: tuple[DeltaState, ...],
     length: Int[Array, " B"],
     first: Int[Array, ""],
     peaks: Float[Array, "B K S"],
@@ -175,10 +178,11 @@ def _rerun_block(
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"]]:
     """Compiled: run a block over N tokens that repeat a chunk; return hidden states and updated `peaks`; donate both.
 
-    `rows` are the prompt's keys and values. `count` of the tokens are valid, and the chunk begins at position `first`.
-    `peaks` of a sliding-window layer are unchanged.
+    `rows` are the prompt's keys and values, `states` its states. `count` of the tokens are valid, and the chunk begins
+    at position `first`. `peaks` of a sliding-window layer are unchanged.
     """
     block = graphs.rebuild_block(leaves)
+    x, _ = advance_states(block, x, states, count)
     keys, values = rows
     window = graphs.spec.sliding_window
     shaping = block.logits_shaping

@@ -77,7 +77,7 @@ class Slots:
         size: maximum number of tokens per call of the compiled loop.
         shape: maximum numbers of entries and tokens per slot.
         extras: penalties, biases and token masks of all slots, while a slot needs some.
-        needed: bytes of the entries of all slots.
+        needed: bytes of the entries and states of all slots.
         done: mask `bool[B]` of slots that sample nothing: empty, released, or finished.
         programs: all programs that `compile_further_programs` compiles.
         uncompiled: those that it has not compiled yet, each with the error of the last attempt, or None.
@@ -162,11 +162,8 @@ class Slots:
         self._fixed = FixedSizes(
             rows=self.shape.rows, padded_len=min(widest, self.shape.longest_text)
         )
-        self.needed = (
-            count
-            * sum(self.shape.rows)
-            * parts.compute_entry_bytes(config.head_dim, params.cache_dtype.itemsize)
-        )
+        row = parts.compute_entry_bytes(config.head_dim, params.cache_dtype.itemsize)
+        self.needed = count * (sum(self.shape.rows) * row + config.state_bytes)
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
         memory.require_free_bytes(self.needed // self._groups, f"count={count} slots", device)
         self._parts, self._every = parts, parts.recompression_interval

@@ -20,6 +20,7 @@ from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
 from jaxkv.engine.sampling_extras import SampledLogprobs, SamplingExtras, concatenate_logprobs
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.models.decoder import Leaves, SplitDecoder
+from jaxkv.models.states import DeltaState
 from jaxkv.sharding.collectives import all_gather_shards, count_flags_over_mesh, get_shard_offset
 from jaxkv.sharding.mesh import (
     ShardingMesh,
@@ -262,12 +263,13 @@ def collect_loop_arguments(
     *,
     spec: DecodeSpec,
 ) -> tuple[Any, ...]:
-    """Return a tuple of the compiled token loop's non-static arguments, in order; the second, the pools, is donated."""
+    """Return a tuple of the compiled token loop's non-static arguments, in order; pools and states are donated."""
     weights = (flat.ends, spec.collect_block_leaves(flat))
     limits = (jnp.int32(steps), jnp.int32(idle))
     return (
         weights,
         cache.pools,
+        cache.states,
         cache.tables,
         sampling_state,
         limits,
@@ -281,11 +283,15 @@ def compile_loop(arguments: tuple[Any, ...], *, spec: DecodeSpec, size: int) -> 
 
 
 @sharded_jit(
-    static=("spec", "size"), donate=("pools",), on="spec", compiler=_get_command_buffer_options()
+    static=("spec", "size"),
+    donate=("pools", "states"),
+    on="spec",
+    compiler=_get_command_buffer_options(),
 )
 def _loop(
     weights: tuple[Leaves, tuple[Leaves, ...]],
     pools: tuple[EntryPool, ...],
+    states: tuple[DeltaState, ...],
     tables: SegmentTables,
     sampling_state: SamplingState,
     limits: tuple[Int[Array, ""], Int[Array, ""]],
@@ -294,7 +300,7 @@ def _loop(
     spec: DecodeSpec,
     size: int,
 ) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""], Any]:
-    """Compiled token loop: sample, then step; return cache (donated pools), state, ids, number of steps, logprobs.
+    """Compiled token loop: sample, then step; return cache (donated), sampling state, ids, number of steps, logprobs.
 
     `limits` are the number of steps, and the number of ended sequences above which the loop stops.
     """
@@ -318,6 +324,7 @@ def _loop(
     out = jnp.full((sampling_state.done.shape[0], size), -1, jnp.int32)
     extras = sampling_state.extras
     logprobs = extras.create_logprobs(size) if extras else None
-    begun = jnp.int32(0), CacheArrays(pools=pools, tables=tables), sampling_state, out, logprobs
+    cache = CacheArrays(pools=pools, tables=tables, states=states)
+    begun = jnp.int32(0), cache, sampling_state, out, logprobs
     index, *found, out, logprobs = lax.while_loop(going, body, begun)
     return *found, out, index, logprobs

@@ -126,6 +126,8 @@ def export(
     held = params.decoder.weights
     remedy = "quantised weights cannot be exported: load the model without weights="
     require(held is None, "params", f"{held} weights", remedy)
+    remedy = "layers with a state cannot be exported: use jaxkv, and save the cache"
+    require(not params.config.state_layers, "params", params.name, remedy)
     positions = params.config.max_positions
     chosen = resolve_policy_for_model(
         policy, params.config, params.filter_layers, dtype=params.dtype

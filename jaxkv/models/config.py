@@ -14,6 +14,7 @@ from jaxkv.checkpoints.text_part import extract_text_config
 from jaxkv.models.hub import read_config_fields
 from jaxkv.models.values import (
     ACTIVATIONS,
+    DeltaNetSpec,
     ExpertsConfig,
     LatentConfig,
     LayerSpec,
@@ -34,7 +35,7 @@ class ModelConfig:
 
     Attributes:
         vocab: tokens in the vocabulary, V.
-        layers: number of layers, L.
+        layers: number of layers with entries, L; `kinds` says which layers with a state are below each.
         embed: width of the residual stream, E.
         hidden: width of the MLP, or of one expert, F; a spec of `kinds` may give its layers another.
         heads: query heads, H = K * G.
@@ -48,6 +49,7 @@ class ModelConfig:
         qkv_bias: query, key and value projections have biases (Qwen2).
         out_bias: the attention's output projection has a bias.
         mlp_bias: the MLP's projections have biases.
+        attention_gate: attention's output is multiplied by the sigmoid of a projection of its input (Qwen3.5).
         head_bias: the output matrix has a bias (PhiMoE).
         sink_logits: each query head has a sink logit in its softmax, without a value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
@@ -91,6 +93,7 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    attention_gate: bool = False
     head_bias: bool = False
     sink_logits: bool = False
     qk_norm: bool = False
@@ -199,7 +202,8 @@ class ModelConfig:
         plain = mlp and self.residual_scale == 1
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
         scaled = self.has_qk_gains or self.qk_norm_rotated
-        return plain and norms and not (self.parallel or scaled)
+        special = self.parallel or scaled or self.attention_gate or self.state_bytes
+        return plain and norms and not special
 
     @property
     def has_qk_gains(self) -> bool:
@@ -221,6 +225,23 @@ class ModelConfig:
     def sliding_windows(self) -> SlidingWindows:
         """Sliding window of each layer in tokens, as a tuple of L; None for full attention."""
         return tuple(self.get_layer_spec(layer).sliding_window for layer in range(self.layers))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of the decoder: layers with entries, and layers with a state."""
+        return self.layers + len(self.state_layers)
+
+    @property
+    def state_layers(self) -> tuple[DeltaNetSpec, ...]:
+        """Specs of all layers with a state, in order."""
+        return tuple(
+            each for layer in range(self.layers) for each in self.get_layer_spec(layer).below
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in all layers that have one; 0 if none has."""
+        return sum(each.state_bytes for each in self.state_layers)
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
@@ -266,19 +287,26 @@ class ModelConfig:
         return None if order == tuple(range(self.head_dim)) else order
 
     def shard_config(self, kv: int, model: int) -> ModelConfig:
-        """Return one device's config: kv heads divided by `kv`; query heads, MLP widths and vocabulary by `model`."""
+        """Return one device's config: kv heads divided by `kv`; other heads, MLP widths and vocabulary by `model`."""
 
         def shard(of: Any, name: str) -> Any:
             width = getattr(of, name, None)
             return of if width is None else dataclasses.replace(of, **{name: width // model})
 
+        kinds = tuple(
+            dataclasses.replace(
+                shard(kind, "dense_hidden"),
+                below=tuple(each.shard_heads(model) for each in kind.below),
+            )
+            for kind in self.kinds
+        )
         return dataclasses.replace(
             self,
+            kinds=kinds,
             kv_heads=self.kv_heads // kv,
             heads=self.heads // model,
             hidden=self.hidden // model,
             vocab=self.vocab // model,
-            kinds=tuple(shard(each, "dense_hidden") for each in self.kinds),
             experts=shard(self.experts, "shared"),
         )
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv.attention.shaping import LogitShaping
 from jaxkv.attention.xla import apply_softcap
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.delta_nets import GatedDeltaNet
 from jaxkv.models.latent import LatentAttention
 from jaxkv.models.layers import (
     DenseMLP,
@@ -31,8 +32,9 @@ from jaxkv.models.layers import (
 )
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import RopeTables, apply_rope, zero_rotated_channels
+from jaxkv.models.states import DeltaState
 from jaxkv.models.stored import StoredWeight
-from jaxkv.models.values import LayerSpec
+from jaxkv.models.values import DeltaNetSpec, LayerSpec
 from jaxkv.sharding.collectives import get_shard_offset, sum_over_devices
 from jaxkv.sharding.mesh import ShardingMesh
 
@@ -47,8 +49,8 @@ _SUMMED_AT_ONCE = 128, 4096
 class AttentionParameters(nnx.Module):
     """Parameters of grouped-query attention: Q, KV and output weights, biases, norms, sink logits; no forward pass.
 
-    Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sink_logits `[K, G]`; query head h belongs to kv
-    head h // G.
+    Parameters: q and out_gate `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sink_logits `[K, G]`; query head h
+    belongs to kv head h // G.
     """
 
     q: nnx.Param
@@ -60,6 +62,11 @@ class AttentionParameters(nnx.Module):
         add_linear_weight(self, "q", heads, group, dim, config.embed, dtype=weights)
         add_linear_weight(self, "kv", 2, heads, dim, config.embed, dtype=weights)
         add_linear_weight(self, "out", config.embed, config.heads * dim, dtype=weights)
+        # Flax decides by the first value whether an attribute is a parameter.
+        if config.attention_gate:
+            add_linear_weight(self, "out_gate", heads, group, dim, config.embed, dtype=weights)
+        else:
+            self.out_gate: nnx.Param | None = None
         self.q_bias = (
             make_empty_parameter(heads, group, dim, dtype=dtype) if config.qkv_bias else None
         )
@@ -87,24 +94,53 @@ class AttentionParameters(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """Transformer block without its attention: QKV projections before it, output projection and MLP after it."""
+    """Transformer block without its attention: QKV projections before it, output projection and MLP after it.
+
+    A layer's block has the blocks of the state layers `below` it. Their `attention` is a gated delta net.
+    """
 
     def __init__(
-        self, config: ModelConfig, spec: LayerSpec, *, dtype: jnp.dtype, weights: jnp.dtype
+        self,
+        config: ModelConfig,
+        spec: LayerSpec | DeltaNetSpec,
+        *,
+        dtype: jnp.dtype,
+        weights: jnp.dtype,
     ):
         self.config = config
         self.axes: ShardingMesh | None = None
-        self.spec = spec
+        self.spec: Any = spec
+        sizes: dict[str, Any] = {"dtype": dtype, "weights": weights}
+        self.below = nnx.List([DecoderBlock(config, each, **sizes) for each in spec.below])
         before = config.norms != "after"
         after = config.norms != "before"
         self.attention_norm: Any = _make_norm(config, dtype) if before else None
-        self.attention: Any = _make_attention(config, dtype, weights)
+        self.attention: Any = _make_attention(config, self.spec, dtype, weights)
         self.attention_out_norm: Any = _make_norm(config, dtype) if after else None
         self.mlp_norm: Any = (
             _make_norm(config, dtype) if before and not config.shared_norm else None
         )
         self.mlp = _make_mlp(config, self.spec, dtype, weights)
         self.mlp_out_norm: Any = _make_norm(config, dtype) if after else None
+
+    def make_empty_states(self, batch: int) -> tuple[DeltaState, ...]:
+        """Return the states of the layers below before the first token, on a mesh of this device's heads."""
+        return tuple(
+            DeltaState.make_empty(each.spec, batch, each.attention.log_speed.shape[0])
+            for each in self.below
+        )
+
+    def advance_states(
+        self, x: Hidden, states: tuple[DeltaState, ...], count: Int[Array, " B"]
+    ) -> tuple[Hidden, tuple[DeltaState, ...]]:
+        """Run the state layers below over hidden states; return these, and states after `count` tokens, at least 0."""
+        advanced = []
+        for block, state in zip(self.below, states, strict=True):
+            normed = block.normalise_for_attention(x)
+            mixed, state = block.attention.mix_tokens(normed, state, count)
+            x = block.apply_output_and_mlp(x, mixed)
+            advanced.append(state)
+        return x, tuple(advanced)
 
     def normalise_for_attention(self, x: Hidden) -> Hidden:
         """Apply the norm before attention to hidden states `[B, N, E]`; unchanged for blocks without that norm."""
@@ -225,7 +261,12 @@ class DecoderBlock(nnx.Module):
 
         With `apart`, the operands of a dense MLP's products are computed before the products, not fused into them.
         """
-        merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
+        attended = jnp.moveaxis(attended, 3, 1)
+        if self.attention.out_gate is not None:
+            normed = self.normalise_for_attention(x)
+            gate = jax.nn.sigmoid(apply_linear(self.attention, "out_gate", normed, wide=True))
+            attended = (attended.astype(jnp.float32) * gate).astype(x.dtype)
+        merged = attended.reshape(*x.shape[:2], -1)
         how = {"apart": True} if apart and isinstance(self.mlp, DenseMLP) else {}
         if self.config.parallel:
             return self._apply_parallel_mlp(x, merged, how)
@@ -322,14 +363,17 @@ def _make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     return RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype, offset=float(config.norm_offset))
 
 
-def _make_attention(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
-    """Make a block's uninitialised `AttentionParameters`, or `LatentAttention` if the config has latents."""
+def _make_attention(config: ModelConfig, spec: Any, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
+    """Make a block's uninitialised `AttentionParameters`, `LatentAttention`, or `GatedDeltaNet` by config and spec."""
+    if isinstance(spec, DeltaNetSpec):
+        width, eps = config.embed, config.norm_eps
+        return GatedDeltaNet(width, spec, eps=eps, dtype=dtype, weights=weights)
     if config.latent is None:
         return AttentionParameters(config, dtype=dtype, weights=weights)
     return LatentAttention(config, config.latent, dtype=dtype, weights=weights)
 
 
-def _make_mlp(config: ModelConfig, spec: LayerSpec, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
+def _make_mlp(config: ModelConfig, spec: Any, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
     """Make an uninitialised MLP of a layer, a `DenseMLP` or a `MixtureMLP` by config and spec."""
     if config.experts is None or spec.dense_hidden is not None:
         hidden = spec.dense_hidden or config.hidden
@@ -582,10 +626,8 @@ class DecoderGraphs:
         """Rebuild a `DecoderBlock` with the arrays `leaves` as its parameters; on a mesh, with one device's config."""
         bound = dict(self.of_blocks)[self.spec].rebuild_module(leaves)
         if self.axes is not None:
-            bound.axes, bound.config = (
-                self.axes,
-                bound.config.shard_config(
-                    self.axes.count_axis_shards("K"), self.axes.count_axis_shards("H")
-                ),
-            )
+            shards = (self.axes.count_axis_shards(letter) for letter in "KH")
+            local = bound.config.shard_config(*shards)
+            for block in (bound, *bound.below):
+                block.axes, block.config = self.axes, local
         return bound

@@ -1,5 +1,6 @@
 """Reader of a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from jaxkv.checkpoints.hub_config import (
 )
 from jaxkv.models.hub_rope import read_rope
 from jaxkv.models.values import (
+    DeltaNetSpec,
     ExpertsConfig,
     LatentConfig,
     LayerSpec,
@@ -242,6 +244,10 @@ def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, A
     """Return `ModelConfig` fields: `rope` for equal layers that differ in nothing else; otherwise `kinds`, a period."""
     kind = config["model_type"]
     local, whole_prompt = (read_rope(each, config, longest) for each in read_rope_keys(config))
+    if "linear_num_key_heads" in config:
+        below = _read_state_layers(config, layers)
+        specs = [LayerSpec(rope=whole_prompt, below=each) for each in below]
+        return {"layers": len(specs), "kinds": _find_shortest_period(specs)}
     widths, sliding = _read_sliding_windows(config, layers, longest)
     ropes = [local if each else whole_prompt for each in sliding]
     rotated = [True] * layers
@@ -267,6 +273,32 @@ def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, A
     if set(specs) == {LayerSpec(rope=whole_prompt)}:
         return {"rope": whole_prompt}
     return {"rope": Rope(), "kinds": _find_shortest_period(specs)}
+
+
+def _read_state_layers(config: Config, layers: int) -> list[tuple[DeltaNetSpec, ...]]:
+    """Return, for each layer with entries, the specs of the gated delta nets below it; ValueError for other types."""
+    state, full = "linear_attention", LAYER_TYPES[1]
+    types = config["layer_types"]
+    remedy = f"give {state} or {full} for each of {layers} layers, {full} for the last one"
+    listed = isinstance(types, (list, tuple)) and len(types) == layers
+    sound = listed and {*types} <= {state, full} and types[-1] == full
+    require(sound, "layer_types", types, remedy)
+    width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    remedy = "not supported beside layers with a state: give null"
+    require(width is None, "sliding_window", width, remedy)
+    sizes = {
+        name: validate_int(key, config[key])
+        for name, key in (
+            ("key_heads", "linear_num_key_heads"),
+            ("value_heads", "linear_num_value_heads"),
+            ("key_dim", "linear_key_head_dim"),
+            ("value_dim", "linear_value_head_dim"),
+        )
+    }
+    taps = validate_int("linear_conv_kernel_dim", config["linear_conv_kernel_dim"], least=2)
+    spec = DeltaNetSpec(**sizes, window=taps - 1)
+    ends = [-1, *(at for at, each in enumerate(types) if each == full)]
+    return [(spec,) * (end - begin - 1) for begin, end in itertools.pairwise(ends)]
 
 
 def _find_rotated_layers(given: Any, layers: int) -> list[bool]:

@@ -27,8 +27,9 @@ _ROPES = {
     "longrope": LongRope,
     "yarn": YarnRope,
 }
+_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Families that rotate a part of the channels.
-_PARTIAL = ("glm4", "glm4_moe", "minimax_m2", "phi3", "stablelm")
+_PARTIAL = ("glm4", "glm4_moe", "minimax_m2", "phi3", "stablelm", *_DELTA_NETS)
 
 
 def read_rope(given: Config, config: Config, longest: int) -> Rope:
@@ -65,6 +66,10 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         if kind in ("longrope", "su"):
             name = "original_max_position_embeddings"
             keys[name] = config[name]
+    if family in _DELTA_NETS:
+        # Positions of text are the same in all three sections.
+        for key in ("mrope_section", "mrope_interleaved"):
+            keys.pop(key, None)
     if family == "phimoe" and kind == "longrope":
         # One magnitude for all texts, as those of the published model are.
         keys["attention_factor"], other = (

@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
         DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C.
     """
 
-    q_norm = k_norm = q_gain = k_gain = sink_logits = None
+    q_norm = k_norm = q_gain = k_gain = sink_logits = out_gate = None
 
     def __init__(
         self, config: ModelConfig, latent: LatentConfig, *, dtype: jnp.dtype, weights: jnp.dtype

@@ -17,6 +17,8 @@ _FUSED = ("mlp.experts", "mlp.router")
 _ROTATED = tuple(
     f"attention.{each}" for each in ("q", "q_gain", "k_gain", "q_norm.scale", "k_norm.scale")
 )
+# Parameters of a gated delta net that hold queries (0), keys (1), values (2) or gates (3) of each head.
+_CHANNELS = {"qk": (0, 1), "vz": (2, 3), "taps_qk": (0, 1), "taps_v": (2,)}
 
 # Names of the tensors of latents by parameter.
 _LATENTS = {
@@ -110,12 +112,26 @@ def map_parameter_sources(
         inner = path
         prefix = ""
         if path.startswith("blocks."):
-            _, index, inner = path.split(".", 2)
-            prefix = f"{FAMILIES[family].layers}.{index}."
+            number, inner = _locate_block(path, decoder.config)
+            prefix = f"{FAMILIES[family].layers}.{number}."
         found[path] = tuple(
             _yield_parameter_sources(inner, prefix, shape, family, decoder.config, names)
         )
     return found
+
+
+def _locate_block(path: str, config: ModelConfig) -> tuple[int, str]:
+    """Return the number of a parameter's block in the checkpoint, and the rest of its path; `state.` for state layers.
+
+    A layer's block follows the blocks of the state layers below it.
+    """
+    _, layer, inner = path.split(".", 2)
+    below = [len(config.get_layer_spec(each).below) for each in range(int(layer) + 1)]
+    number = int(layer) + sum(below)
+    if not inner.startswith("below."):
+        return number, inner
+    _, index, inner = inner.split(".", 2)
+    return number + int(index) - below[-1], inner.replace("attention.", "state.")
 
 
 def _yield_parameter_sources(
@@ -134,7 +150,15 @@ def _yield_parameter_sources(
         # transformers 5 stores all experts in one tensor; files on the hub have one tensor per expert.
         tensors |= {each: TENSORS[each] for each in _FUSED}
     fused = base in ("attention.q", "attention.kv")
-    if family == "falcon" and fused:
+    if base.startswith("state."):
+        yield from _yield_delta_net_sources(base.removeprefix("state."), prefix, family, config)
+    elif config.attention_gate and base in ("attention.q", "attention.out_gate"):
+        # For every head, a tensor holds the rows of its query, then those of its gate.
+        of_heads = ((*shape[:2], 2, shape[2]), shape[3:])
+        part = (range(shape[0]), range(shape[1]), int(base == "attention.out_gate"))
+        source = TensorSource(name=f"{prefix}self_attn.q_proj.weight", axes=of_heads, pick=part)
+        yield _add_channel_order(source, base, config)
+    elif family == "falcon" and fused:
         name = f"{prefix}self_attention.query_key_value.{kind}"
         yield from _yield_falcon_sources(base, name, kind == "bias", config)
     elif family == "phi3" and fused:
@@ -183,7 +207,7 @@ def _yield_parameter_sources(
 
 
 def _add_channel_order(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
-    """Return a Q or K source with the channel order, an all-heads gain with axes flattened; others unchanged."""
+    """Return a source of Q, K or their norms with the channel order, all-heads gains flattened; others unchanged."""
     # Index 0 of keys and values are the keys.
     if base not in _ROTATED and not (base == "attention.kv" and source.at == (0,)):
         return source
@@ -231,6 +255,61 @@ def _make_latent_source(base: str, prefix: str, shape: Shape, config: ModelConfi
         return source
     order = (*range(latent.rank), *(latent.rank + at for half in halves for at in half))
     return dataclasses.replace(source, order=order)
+
+
+def _yield_delta_net_sources(
+    base: str, prefix: str, family: str, config: ModelConfig
+) -> Iterator[TensorSource]:
+    """Yield the `TensorSource` objects of a gated delta net's parameter: a Qwen3-Next's by key head, or others'."""
+    spec = config.state_layers[0]
+    heads, group, width = spec.key_heads, spec.group_size, (config.embed,)
+    values = group * spec.value_dim
+    sizes = (spec.key_dim, spec.key_dim, values, values)
+    firsts = (0, *itertools.accumulate(sizes[:-1]))
+    net = f"{prefix}linear_attn"
+    by_head = family == "qwen3_next"
+    for slot, index in enumerate(_CHANNELS.get(base, ())):
+        first, size = firsts[index], sizes[index]
+        rows = (heads, size)
+        convolved = TensorSource(
+            name=f"{net}.in_proj_qkv.weight",
+            axes=(rows, width),
+            at=(slot,),
+            within=(heads * first, heads * firsts[-1]),
+        )
+        if base.startswith("taps"):
+            yield dataclasses.replace(
+                convolved,
+                name=f"{net}.conv1d.weight",
+                axes=(rows, (1,), (spec.window + 1,)),
+                at=() if base == "taps_v" else (slot,),
+                pick=(*map(range, rows), 0),
+            )
+        elif by_head:
+            axes, pick = ((heads, sum(sizes)), width), (range(heads), range(first, first + size))
+            name = f"{net}.in_proj_qkvz.weight"
+            yield TensorSource(name=name, axes=axes, at=(slot,), pick=pick)
+        elif index == 3:
+            yield dataclasses.replace(convolved, name=f"{net}.in_proj_z.weight", within=None)
+        else:
+            yield convolved
+    for slot in range(2 if base == "rd" else 0):
+        if by_head:
+            pick = (range(heads), range(slot * group, (slot + 1) * group))
+            both = ((heads, 2 * group), width)
+            yield TensorSource(name=f"{net}.in_proj_ba.weight", axes=both, at=(slot,), pick=pick)
+        else:
+            name = f"{net}.in_proj_{'ba'[slot]}.weight"
+            yield TensorSource(name=name, axes=((heads, group), width), at=(slot,))
+    plain: dict[str, tuple[str, tuple[Shape, ...]]] = {
+        "out": ("out_proj.weight", (width, (heads * values,))),
+        "norm.scale": ("norm.weight", ((spec.value_dim,),)),
+        "log_speed": ("A_log", ((heads, group),)),
+        "speed_offset": ("dt_bias", ((heads, group),)),
+    }
+    if base in plain:
+        name, whole = plain[base]
+        yield TensorSource(name=f"{net}.{name}", axes=whole)
 
 
 def _yield_falcon_sources(

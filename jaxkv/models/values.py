@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -220,6 +220,54 @@ def compute_channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tu
 
 
 @frozen_dataclass
+class DeltaNetSpec:
+    """Static config of a gated delta net, a layer with a state instead of entries (Qwen3-Next, Qwen3.5).
+
+    Attributes:
+        key_heads: heads of queries and keys, H.
+        value_heads: heads of values, H * R, each with a matrix as its state.
+        key_dim: channels of a query or key, Dk.
+        value_dim: channels of a value, Dv.
+        window: earlier tokens that the convolution reads, w.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 3
+    below: ClassVar[tuple[DeltaNetSpec, ...]] = ()
+    dense_hidden: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        check_number_fields(self)
+        remedy = f"give a multiple of key_heads={self.key_heads}"
+        fits = self.value_heads % self.key_heads == 0
+        require(fits, "value_heads", self.value_heads, remedy)
+
+    @property
+    def group_size(self) -> int:
+        """Number of value heads that share a key head, R."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def convolved_channels(self) -> int:
+        """Number of channels of a key head that the convolution mixes: a query, a key and R values."""
+        return 2 * self.key_dim + self.group_size * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state, in float32."""
+        matrices = self.group_size * self.key_dim * self.value_dim
+        return 4 * self.key_heads * (self.window * self.convolved_channels + matrices)
+
+    def shard_heads(self, model: int) -> DeltaNetSpec:
+        """Return one device's config, with heads divided by `model`."""
+        heads = {name: getattr(self, name) // model for name in ("key_heads", "value_heads")}
+        return dataclasses.replace(self, **heads)
+
+
+@frozen_dataclass
 class LayerSpec:
     """Static config of one layer: rotary embedding, scale, sliding window, softcap of attention; width of a dense MLP.
 
@@ -232,6 +280,7 @@ class LayerSpec:
         softcap: c, which maps attention logits to c * tanh(logit / c) before the softmax (Gemma 2); None for none.
         dense_hidden: width of the dense MLP of a layer without experts in a model with experts; None for the model's
             own MLP.
+        below: layers with a state that run before this one; they have no entries, and no number among the layers.
     """
 
     rope: Rope = Rope()
@@ -239,6 +288,7 @@ class LayerSpec:
     sliding_window: int | None = None
     softcap: float | None = None
     dense_hidden: int | None = None
+    below: tuple[DeltaNetSpec, ...] = ()
 
     def __post_init__(self) -> None:
         check_number_fields(self)

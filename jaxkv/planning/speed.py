@@ -97,6 +97,7 @@ def explain_missing_rate(setting: Workload) -> str:
         "no rates were measured on a CPU": not isinstance(setting.gpu, Accelerator),
         "attention within sliding windows has not been measured": any(config.sliding_windows),
         "attention to latents has not been measured": config.latent is not None,
+        "layers with a state have not been measured": bool(config.state_bytes),
         "entries are loaded from host memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
         "each step decodes these entries": not parts.kernels_read_as_stored(config.head_dim),

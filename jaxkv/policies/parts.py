@@ -202,6 +202,10 @@ class Parts:
         if self.merge is not None and config.latent is not None:
             remedy = "latents are keys and values at once: give a merger that compares keys, such as Merge()"
             require(self.merge.compared_tensors == ("k",), "merge", self.merge, remedy)
+        if config.state_layers:
+            offloaded = self.build_read_config(config.sliding_windows, 1).offloaded
+            remedy = "not supported for models with layers that have a state: leave offload out"
+            require(not offloaded, "policy", "entries in host memory", remedy)
         if any(config.sliding_windows):
             self.require_fits_sliding_windows(config.sliding_windows)
         turns = self.rolling or self.needs.moments is not None

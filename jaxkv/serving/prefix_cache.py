@@ -85,10 +85,10 @@ class StoredPrefix:
 
     @functools.cached_property
     def is_divisible(self) -> bool:
-        """True if the first entries of each segment are the cache of the first tokens: none was evicted."""
+        """True if the first entries of each segment are the cache of the first tokens: none evicted, and no state."""
         tables = self.cache.tables
         complete = bool((self.cache.kept == len(self.ids)).all())
-        plain = tables.state is None and tables.centre is None
+        plain = tables.state is None and tables.centre is None and not self.cache.arrays.states
         return (
             complete
             and plain

@@ -86,6 +86,8 @@ def compute_kv_rep_sizes(config: ModelConfig, model: int) -> tuple[int, int]:
     fits = [n for n in range(1, config.heads + 1) if _supports_model_devices(config, n)]
     widths = " and ".join(map(str, config.mlp_widths))
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {widths}"
+    if config.state_layers:
+        sizes += f", key_heads={config.state_layers[0].key_heads} of its state layers"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
     require(model in fits, "mesh.model", model, remedy)
     kv = math.gcd(config.kv_heads, model)
@@ -97,5 +99,6 @@ def _supports_model_devices(config: ModelConfig, model: int) -> bool:
     kv = math.gcd(config.kv_heads, model)
     # A shard of the groups of several kv heads would not be contiguous columns of the output projection.
     split = kv == config.kv_heads and config.group_size % (model // kv) == 0
+    states = all(each.key_heads % model == 0 for each in config.state_layers)
     widths = all(width % model == 0 for width in config.mlp_widths)
-    return (kv == model or split) and widths and config.vocab % model == 0
+    return (kv == model or split) and widths and config.vocab % model == 0 and states

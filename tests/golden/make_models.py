@@ -118,10 +118,18 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -177,6 +185,25 @@ def mistral_with_images(**text):
         vision_config=vision,
         image_token_index=VOCAB - 1,
         tie_word_embeddings=tied,
+    )
+
+
+def qwen3_5_with_images(**text):
+    """The config of a Qwen3.5 with images: of a text model, and of a vision tower as small as can be."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    tied = text["tie_word_embeddings"]
+    ids = {
+        f"{name}_token_id": VOCAB - 1 for name in ("image", "video", "vision_start", "vision_end")
+    }
+    return Qwen3_5Config(
+        text_config=Qwen3_5TextConfig(**text), vision_config=vision, tie_word_embeddings=tied, **ids
     )
 
 
@@ -244,6 +271,8 @@ DEEPSEEK2 = (DeepseekV2Config, DeepseekV2ForCausalLM)
 DEEPSEEK3 = (DeepseekV3Config, DeepseekV3ForCausalLM)
 GLM4_LITE = (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM)
 MISTRAL4 = (Mistral4Config, Mistral4ForCausalLM)
+QWEN3_5 = (Qwen3_5TextConfig, Qwen3_5ForCausalLM)
+QWEN3_5_IMAGES = (qwen3_5_with_images, Qwen3_5ForConditionalGeneration)
 STABLELM = (StableLmConfig, StableLmForCausalLM)
 STARCODER2 = (Starcoder2Config, Starcoder2ForCausalLM)
 # By model type.
@@ -333,6 +362,28 @@ GPT_OSS_EXPERTS = heads(
         truncate=False,
         original_max_position_embeddings=32,
     ),
+)
+
+# Gated delta nets below the first, second and third layer with entries: two, none and one. A key head has two values.
+DELTA_NETS = heads(
+    4,
+    2,
+    head_dim=16,
+    num_hidden_layers=6,
+    layer_types=[f"{each}_attention" for each in "linear linear full full linear full".split()],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    rope_parameters=rope(10000.0, partial_rotary_factor=0.5),
+)
+DELTA_EXPERTS = dict(
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "full_attention"],
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
 )
 
 # Choices within two of four groups.
@@ -802,6 +853,26 @@ SPECS = {
         "hunyuan_v1_moe", num_hidden_layers=2, num_experts=8, moe_topk=3, intermediate_size=16
     ),
 }
+SPECS |= {
+    "qwen3_5": (QWEN3_5, DELTA_NETS),
+    # Read without images: its text model's logits.
+    "qwen3_5_images": (
+        QWEN3_5_IMAGES,
+        DELTA_NETS
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_conv_kernel_dim": 3,
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": ((Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM), DELTA_NETS | DELTA_EXPERTS),
+    "qwen3_next": (
+        (Qwen3NextConfig, Qwen3NextForCausalLM),
+        DELTA_NETS | DELTA_EXPERTS | {"linear_num_value_heads": 6},
+    ),
+}
 # Experts in one tensor for all, as transformers 5 has them in memory, and not as the hub's files have them.
 FUSED = ("qwen3_moe_fused",)
 # Models of which a text of this length has other rotations than the two rows.
@@ -823,19 +894,30 @@ SHARDED = {"llama_gqa_sharded": "llama_gqa"}
 
 def randomise(model):
     """Fills every parameter so that no feature is a near-identity: biases away from 0, norm weights away from 1."""
-    # Gemma's norms multiply by 1 plus their weights.
+    # Gemma's norms, and Qwen3.5's but for its delta nets', multiply by 1 plus their weights.
     gemmas = (
         GemmaForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3ForConditionalGeneration,
+        Qwen3_5ForCausalLM,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForCausalLM,
+        Qwen3NextForCausalLM,
     )
-    middle = 0.0 if isinstance(model, gemmas) else 1.0
     with torch.no_grad():
         corrections = [each for each in model.named_buffers() if each[0].endswith("_bias")]
         for name, parameter in [*model.named_parameters(), *corrections]:
+            middle = 0.0 if isinstance(model, gemmas) and "linear_attn" not in name else 1.0
             if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
+            elif name.endswith("A_log"):
+                # States that hold some tokens for long, and some for hardly one more.
+                parameter.copy_(torch.randn_like(parameter) - 3)
+            elif name.endswith(("conv1d.weight", "linear_attn.out_proj.weight")):
+                # Lengths that norms divide by are far from 0, and rounding grows little from layer to layer.
+                scale = 1.0 if "conv1d" in name else 0.025
+                parameter.copy_(scale * torch.randn_like(parameter))
             elif name.endswith("correction_bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias") or "embed" in name:
@@ -1000,7 +1082,11 @@ def main():
             ids[row, :length] = rng.integers(3, VOCAB, length)
 
         # From the files, so that the stored logits belong to the stored weights.
-        alone = model_class in (Mistral3ForConditionalGeneration, Mistral4ForCausalLM)
+        alone = model_class in (
+            Mistral3ForConditionalGeneration,
+            Mistral4ForCausalLM,
+            Qwen3_5ForConditionalGeneration,
+        )
         loaded = reload(folder, model_class if alone else AutoModelForCausalLM)
         for each in (model, loaded) if name == "olmo3_yarn" else ():
             unscale_windows(each)

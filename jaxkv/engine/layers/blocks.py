@@ -1,7 +1,8 @@
 """A block's step on the view of its layer, independent of how entries are attended to; and consecutive blocks."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import UnrotatedProjections
+from jaxkv.cache import CacheArrays
 from jaxkv.cache.pools import EntryPool
 from jaxkv.engine.hadamard import apply_hadamard
 from jaxkv.engine.layers.dense import FullAttentionCacheLayer
 from jaxkv.engine.layers.step import StepState
+from jaxkv.engine.prefill_layer import advance_states
 from jaxkv.engine.residual import ResidualStream, compute_attention_input, finish_block
 from jaxkv.engine.segments import take_number_per_head
 from jaxkv.engine.sparse import SelectedPositions, select_positions
@@ -26,6 +29,7 @@ from jaxkv.engine.tokens import (
     write_query_buffer,
 )
 from jaxkv.models.decoder import DecoderBlock
+from jaxkv.models.states import DeltaState
 
 QueryBuffer = Float[Array, "B K G R D"]
 
@@ -52,13 +56,14 @@ class BlockInputs:
 
 
 class BlockOutputs(NamedTuple):
-    """Result of consecutive layers: hidden states, pools, query buffers, a number per head that orders later writes.
+    """Result of consecutive layers: hidden states, pools, states, query buffers, numbers that order later writes.
 
-    Later writes can depend on these numbers, `out`.
+    Later writes can depend on these numbers, `out`, one per head.
     """
 
     stream: ResidualStream
     pools: list[EntryPool]
+    states: tuple[DeltaState, ...]
     query_buffers: list[QueryBuffer | None]
     out: list[Float[Array, "B K"]]
     chosen: SelectedPositions | None
@@ -69,19 +74,29 @@ def run_blocks(
     spec: DecodeSpec,
     stream: ResidualStream,
     step: StepState,
-    pools: Sequence[EntryPool],
+    cache: CacheArrays,
     bind: Callable[[int, DecoderBlock, EntryPool], BlockInputs],
 ) -> BlockOutputs:
-    """Run consecutive blocks over a step's tokens; call `bind` for each one's `BlockInputs`; return `BlockOutputs`."""
-    ran = BlockOutputs(stream, list(pools), [], [], step.chosen)
+    """Run consecutive blocks over a step's tokens; call `bind` for each one's `BlockInputs`; return `BlockOutputs`.
+
+    `cache` has their pools, and the states of the layers below them.
+    """
+    ran = BlockOutputs(stream, list(cache.pools), (), [], [], step.chosen)
+    states = iter(cache.states)
     for index, block in enumerate(blocks):
         at = spec.layout.get_pool_index(index)
+        below = tuple(itertools.islice(states, len(block.below)))
+        x, below = advance_states(block, ran.stream.x, below, step.new.count)
+        stream = dataclasses.replace(ran.stream, x=x)
         layer = bind(index, block, ran.pools[at])
-        stream, ran.pools[at], query_buffer, step, out = run_block(
-            block, spec, ran.stream, layer, step
-        )
+        stream, ran.pools[at], query_buffer, step, out = run_block(block, spec, stream, layer, step)
         ran = BlockOutputs(
-            stream, ran.pools, [*ran.query_buffers, query_buffer], [*ran.out, out], step.chosen
+            stream,
+            ran.pools,
+            ran.states + below,
+            [*ran.query_buffers, query_buffer],
+            [*ran.out, out],
+            step.chosen,
         )
     return ran
 

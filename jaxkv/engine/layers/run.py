@@ -29,7 +29,7 @@ def run_layers(
 
     Args:
         blocks: parameters of each layer.
-        cache: pools, tables and query buffers of these layers alone, before the step.
+        cache: pools, tables, states and query buffers of these layers alone, before the step.
         stream: hidden states below the first layer.
         step: new tokens, and the selection of the last filter layer below.
         layers: indices of the layers, or of layers with equal code, whose program these share.
@@ -42,7 +42,7 @@ def run_layers(
     count = step.new.count
     several = step.new.positions.shape[1]
     state = tables.state
-    pools = decay_scores(cache.pools, count, spec)
+    begun = cache.replace_arrays(pools=tuple(decay_scores(cache.pools, count, spec)))
     kinds = [spec.config.get_layer_spec(layer) for layer in layers]
     turned = compute_step_angles(spec, kinds, step.new.positions, cache)
     parted = [spec.split_gate_leaves(leaves) for leaves in blocks]
@@ -78,10 +78,11 @@ def run_layers(
         spec.get_layer_graphs(layer).rebuild_block(leaves)
         for layer, (leaves, _) in zip(layers, parted, strict=True)
     )
-    ran = run_blocks(decoder, spec, stream, step, pools, make_block_inputs)
+    ran = run_blocks(decoder, spec, stream, step, begun, make_block_inputs)
     tables = tables.replace_query_buffers([each for each in ran.query_buffers if each is not None])
     cache = cache.replace_arrays(
         pools=tuple(average_scores_over_devices(ran.pools, spec)),
+        states=ran.states,
         state=tables.state,
         length=tables.length + count[:, None],
         seen=tables.seen + count,
