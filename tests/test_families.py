@@ -6,181 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published import PUBLISHED
 from safetensors.numpy import load_file, save_file
 
 import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
 from jaxkv.models.values import ExpertsConfig, LayerSpec, NoRope, Rope
-from jaxkv.planning.catalog import catalog
 from jaxkv.planning.memory_sizes import list_parameters
 
-# As published: every key but those that name versions of libraries; the catalogue has what it plans.
 FALCON_7B, FALCON_40B, MIXTRAL, QWEN3_30B, PHI_4, PHI_4_MINI, SMOLLM3_3B = (
-    catalog()[name].raw
+    PUBLISHED[name]["config"]
     for name in "falcon-7b falcon-40b mixtral-8x7b qwen3-30b-a3b phi-4 phi-4-mini smollm3-3b".split()
 )
-GRANITE_8B = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attention_multiplier": 0.0078125,
-    "bos_token_id": 0,
-    "embedding_multiplier": 12.0,
-    "eos_token_id": 0,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12800,
-    "logits_scaling": 16.0,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "granite",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 8,
-    "pad_token_id": 0,
-    "residual_multiplier": 0.22,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 49159,
-}
-OLMO2_7B = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "model_type": "olmo2",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pad_token_id": 100277,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 500000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "use_cache": True,
-    "vocab_size": 100352,
-}
-GLM4_9B = {
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "eos_token_id": [151329, 151336, 151338],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 13696,
-    "max_position_embeddings": 32768,
-    "model_type": "glm4",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 2,
-    "pad_token_id": 151329,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 151552,
-}
-COMMAND_R = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 5,
-    "eos_token_id": 255001,
-    "hidden_act": "silu",
-    "hidden_size": 8192,
-    "initializer_range": 0.02,
-    "intermediate_size": 22528,
-    "layer_norm_eps": 1e-05,
-    "logit_scale": 0.0625,
-    "max_position_embeddings": 8192,
-    "model_max_length": 131072,
-    "model_type": "cohere",
-    "num_attention_heads": 64,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 64,
-    "pad_token_id": 0,
-    "pretraining_tp": 1,
-    "rope_theta": 8000000.0,
-    "torch_dtype": "float16",
-    "use_cache": True,
-    "vocab_size": 256000,
-}
-COMMAND_R_PLUS = COMMAND_R | {
-    "hidden_size": 12288,
-    "intermediate_size": 33792,
-    "logit_scale": 0.8333333333333334,
-    "num_attention_heads": 96,
-    "num_hidden_layers": 64,
-    "num_key_value_heads": 8,
-    "rope_theta": 75000000.0,
-    "use_qk_norm": True,
-}
-GEMMA_7B = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": None,
-    "hidden_size": 3072,
-    "initializer_range": 0.02,
-    "intermediate_size": 24576,
-    "max_position_embeddings": 8192,
-    "model_type": "gemma",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 16,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 256000,
-}
-
-
-@pytest.mark.parametrize(
-    "published, count",
-    [
-        (FALCON_7B, 6_921_720_704),
-        (FALCON_40B, 41_303_293_952),
-        # The hub's files hold the tied matrix twice.
-        (FALCON_40B | {"tie_word_embeddings": False}, 41_835_970_560),
-        (MIXTRAL, 46_702_792_704),
-        (QWEN3_30B, 30_532_122_624),
-        (PHI_4, 14_659_507_200),
-        (PHI_4_MINI, 3_836_021_760),
-        (SMOLLM3_3B, 3_075_098_624),
-        (GRANITE_8B, 8_170_864_640),
-        (OLMO2_7B, 7_298_617_344),
-        (GLM4_9B, 9_400_279_040),
-        (COMMAND_R, 34_980_831_232),
-        (COMMAND_R_PLUS, 103_810_674_688),
-        (GEMMA_7B, 8_537_680_896),
-    ],
-    ids=(
-        "falcon-7b falcon-40b falcon-40b-twice mixtral-8x7b qwen3-30b-a3b phi-4 phi-4-mini smollm3-3b "
-        "granite-8b olmo2-7b glm4-9b command-r command-r-plus gemma-7b"
-    ).split(),
+GRANITE_8B, OLMO2_7B, GLM4_9B, COMMAND_R, GEMMA_7B = (
+    PUBLISHED[name]["config"]
+    for name in "granite-3.3-8b olmo-2-7b glm-4-9b command-r gemma-7b".split()
 )
-def test_published_counts_of_parameters(published, count):
-    assert Decoder(ModelConfig.from_hf(published), dtype="bfloat16").nbytes == 2 * count
-
-
 # Keys without which a class has no valid config, or no dense layer.
 NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8},

@@ -87,6 +87,10 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     if family in ("ministral3", "mistral4"):
         known = {"yarn": Ministral3Rope}
         keys.pop("max_position_embeddings", None)
+        if keys.get("llama_4_scaling_beta") == 0:
+            # Devstral 2's queries are not scaled.
+            known = {"yarn": YarnRope}
+            del keys["llama_4_scaling_beta"]
     require(
         isinstance(kind, str) and kind in known,
         "rope_type",

@@ -186,6 +186,11 @@ def list_parameters(
     return tuple(found)
 
 
+def count_parameters(config: ModelConfig, dtype: str) -> int:
+    """Return the number of a model's parameters, biases that correct routers' choices included."""
+    return sum(each.copies * math.prod(each.shape) for each in list_parameters(config, dtype))
+
+
 def compute_weight_bytes(
     config: ModelConfig,
     dtype: str,

@@ -7,7 +7,7 @@ from typing import Any
 from jaxkv._checks import format_non_default_fields, format_number
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.planning.compiled import CompiledPlan
-from jaxkv.planning.memory_sizes import MemorySizes
+from jaxkv.planning.memory_sizes import MemorySizes, count_parameters
 from jaxkv.planning.setting import Workload
 from jaxkv.planning.speed import ASSUMED, Speed
 from jaxkv.policies.policy import Policy
@@ -112,6 +112,11 @@ class Plan:
     served: ServingPlan | str | None = None
     notes: tuple[str, ...] = ()
     compiled: CompiledPlan | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Number of the model's parameters on all devices, as its files hold them."""
+        return count_parameters(self.setting.config, self.setting.dtype)
 
     @property
     def weights(self) -> int:
@@ -231,6 +236,7 @@ class Plan:
             "gpu": setting.gpu.name,
             "mesh": {"data": setting.data, "model": setting.gpus_per_group},
             "memory_bytes": setting.gpu.memory,
+            "parameters": self.parameters,
             "weights_bytes": sizes.weights,
             "weights_read_bytes": sizes.read,
             "process_bytes": sizes.process,

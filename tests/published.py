@@ -1,0 +1,11 @@
+"""Published models: their configs, and what transformers counts, by the catalogue's names or `published.json`'s."""
+
+import json
+
+import running
+
+from jaxkv.planning.catalog import catalog
+
+PUBLISHED = json.loads((running.GOLDEN / "published.json").read_text("utf-8"))
+for _name, _known in catalog().items():
+    PUBLISHED[_name]["config"] = _known.raw
