@@ -284,7 +284,7 @@ def _read_state_layers(config: Config, layers: int) -> list[tuple[DeltaNetSpec, 
     sound = listed and {*types} <= {state, full} and types[-1] == full
     require(sound, "layer_types", types, remedy)
     width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    remedy = "not supported beside layers with a state: give null"
+    remedy = "not supported in models with layers that have a state: give null"
     require(width is None, "sliding_window", width, remedy)
     sizes = {
         name: validate_int(key, config[key])

@@ -1,4 +1,4 @@
-"""States of layers that have no entries: pytrees of fixed size, whatever the length of the text."""
+"""States of layers that have no entries: pytrees whose size does not depend on the length of the text."""
 
 import jax
 import jax.numpy as jnp
