@@ -234,18 +234,15 @@ def test_meshes_and_saved_caches_go_on_alike(name, tmp_path):
     assert out[0] == out[1]
 
 
-def test_kvzip_runs_prompts_again():
-    policy = jaxkv.KVzip(
-        budget=16, chunk=24, tail=3, first=(1, 2, 3), following=(4, 5), closing=(6,)
-    )
-    check_policy(policy, model=model_of())
-
-
 @pytest.mark.parametrize(
     "policy, message",
     [
         (jaxkv.CaM(budget=64), "merge=ValueMerge.*keys and values at once"),
         (CustomPolicy(budget=16, scorer=KeyNorm(), merge=Merge(metric="both")), "merge=Merge"),
+        (
+            jaxkv.OmniKV(budget=16, filter_layers=(0,), adjacent=0, offload=True),
+            "policy=OmniKV.*host memory",
+        ),
         (jaxkv.SnapKV(store="mixed"), "store='MixedStore'.*use 'dense'"),
     ],
 )
@@ -296,6 +293,19 @@ def test_published_configs():
     held = list_parameters(kimi, "bfloat16")
     assert sum(each.copies * math.prod(each.shape) for each in held) == 1_026_408_209_408 + 23_040
     assert kimi.get_layer_spec(0).scale == pytest.approx(192**-0.5 * (1 + 0.1 * np.log(32)) ** 2)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, weights", [("deepseek_v2", "bfloat16", None), ("deepseek_v3", "float32", "int8")]
+)
+def test_16_bits_and_8_bit_weights(name, dtype, weights):
+    folder, ids = running.GOLDEN / "models" / name, prompts(2, LENGTHS)
+    _, expected = running.prefill(running.golden_model(name), ids)
+    narrow = jaxkv.load(folder, dtype=dtype, weights=weights, progress=False)
+    _, logits = running.prefill(narrow, ids)
+    decoded = np.stack([rows[-1] for rows in running.by_tokens(narrow, ids)])
+    for each in (logits, decoded):
+        assert np.sqrt(np.mean((each - expected) ** 2) / np.mean(expected**2)) < 0.08
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -88,12 +88,12 @@ class LatentAttention(nnx.Module):
         rotated, latents = split_rotated_channels(entries[:, 0], self.widths.rotated)
         keys, values = (
             jnp.einsum(
-                "bsr,kgur->bgsu",
+                "bsr,gur->bgsu",
                 latents.astype(each.dtype),
                 each,
                 preferred_element_type=jnp.float32,
             )
-            for each in (self.key_up[...], self.value_up[...])
+            for each in (self.key_up[0], self.value_up[0])
         )
         spread = jnp.broadcast_to(rotated[:, None], (*keys.shape[:3], self.widths.rotated))
         keys = join_rotated_channels(spread.astype(keys.dtype), keys)

@@ -62,6 +62,8 @@ def fit_store(policy: Policy, config: ModelConfig) -> Policy:
         remedy = "it drops values, and the model has them: leave it out"
         require(not given.values_are_keys, "store", given.__name__, remedy)
         return policy
+    remedy = "host memory and chunked prefill are not supported for latents: leave them out"
+    require(not policy.composed.read.needs_whole_prompts, "policy", policy, remedy)
     store = get_latent_store(given)
     fitted = replace_policy_store(policy, store)
     remedy = f"the model needs {store.__name__}: build the parts with this policy's store"
