@@ -138,7 +138,7 @@ FORMATS = {
         lambda *given: fp8(*given, block=(24, 40)),
         {"quant_method": "fp8", "weight_block_size": [24, 40], "activation_scheme": "dynamic"},
     ),
-    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": None, "kv_cache_scheme": {}}),
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": None, "fmt": "float8_e4m3fn"}),
     "mxfp8": (mxfp8, {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}),
     "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 }
