@@ -62,6 +62,9 @@ def test_parameters_on_a_mesh(tmp_path, data, model, kind):
         ("llama_mqa", 4),
         ("falcon_40b", 4),
         ("qwen3_moe_fused", 4),
+        ("ernie4_5_moe", 4),
+        ("granitemoeshared", 4),
+        ("minimax_m2", 4),
         ("cohere_norms", 2),
         # Parts that begin within a block.
         ("gpt_oss_mxfp4", 4),
