@@ -7,5 +7,6 @@ import running
 from jaxkv.planning.catalog import catalog
 
 PUBLISHED = json.loads((running.GOLDEN / "published.json").read_text("utf-8"))
-for _name, _known in catalog().items():
-    PUBLISHED[_name]["config"] = _known.raw
+for _name, _model in PUBLISHED.items():
+    if "config" not in _model:
+        _model["config"] = catalog()[_name].raw
