@@ -9,6 +9,7 @@ import tiny
 from meshes import mesh_of, prompts
 from policy_table import REPEATED
 from test_delta_nets import SHAPE, SPEC, states
+from test_prefix_cache import ANSWER, LIMITS, turns
 
 import jaxkv
 from jaxkv.engine.headroom import compute_prefill_headroom
@@ -134,6 +135,16 @@ def test_prefixes_are_reused_whole_or_not_at_all():
     prefixes.store_prefix(session.prefill([ids]), ids, owner)
     assert [each.tokens for each in prefixes.find_prefixes([*ids, 1, 2], owner)] == [61]
     assert not list(prefixes.find_prefixes([*ids[:-1], ids[-2], 1, 2], owner))
+
+
+def test_a_conversation_reuses_states():
+    """An engine stores them with the answers before, of which the last token did not run."""
+    model, policy = tiny.tiny(SHORT), POLICIES["full"]
+    with jaxkv.Engine(model, policy=policy, **LIMITS) as engine:
+        for turn, (prompt, tokens, reused) in enumerate(turns(engine)):
+            options = ANSWER | {"policy": policy, "progress": False}
+            assert tokens == jaxkv.generate(model, prompt, **options).tokens.tolist()
+            assert (reused > 0) == (turn > 0)
 
 
 def test_what_needs_other_layers_is_refused(tmp_path):
