@@ -275,7 +275,6 @@ ABSENT = {
     "chunks": "llama4 llama4_text",
     "linear attention": "bailing_hybrid qwen4_exp",
     "state": "nemotron_h granitemoehybrid olmo_hybrid falcon_h1 lfm2 kimi_linear jamba zamba2",
-    "head dims": "gemma4 gemma4_text",
     "share entries": "gemma3n",
     "one tensor": "bailing_moe bailing_moe_v2",
     "gate": "afmoe",

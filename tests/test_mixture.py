@@ -18,6 +18,8 @@ from jaxkv.models.mixture import (
     apply_experts_in_blocks,
     apply_experts_on_tensor_cores,
     choose_block_rows,
+    multiply_clipped,
+    multiply_gated,
     sum_expert_biases,
 )
 from jaxkv.models.stored import StoredWeight
@@ -25,15 +27,15 @@ from jaxkv.models.values import ExpertsConfig
 
 SMALL = tiny.shape(layers=1, kv_heads=1, group=1, dim=8)
 in_kernels = jax.jit(
-    functools.partial(apply_experts_on_tensor_cores, interpret=True), static_argnames="limit"
+    functools.partial(apply_experts_on_tensor_cores, interpret=True), static_argnames="activate"
 )
 WAYS = {
     name: jax.jit(
-        lambda x, ids, shares, gate_up, down, bias=None, limit=None, of=of: of(
+        lambda x, ids, shares, gate_up, down, bias=None, activate=multiply_gated, of=of: of(
             ExpertInputs(x, ids, shares, StoredWeight(gate_up), StoredWeight(down), bias),
-            limit=limit,
+            activate=activate,
         ),
-        static_argnames="limit",
+        static_argnames="activate",
     )
     for name, of in {
         "in_blocks": apply_experts_in_blocks,
@@ -140,7 +142,8 @@ def test_kernels_of_experts(bits, tokens, count, chosen, among, limit):
             oracle(x, ids, shares, ups, downs),
         )
     else:
-        found = in_kernels(ExpertInputs(x, ids, shares, gate_up, down, bias), limit=limit)
+        given = ExpertInputs(x, ids, shares, gate_up, down, bias)
+        found = in_kernels(given, activate=functools.partial(multiply_clipped, limit=limit))
         rest = bias, np.zeros((count, 64)), limit
         want = oracle_with_biases(x, ids, shares, ups, downs, *rest)
     assert found.dtype == jnp.float32
@@ -157,7 +160,8 @@ def test_biases_and_a_limit(way, tokens, count, chosen):
     ids = jnp.asarray(np.stack([rng.permutation(count)[:chosen] for _ in range(tokens)]), jnp.int32)
     shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), jnp.float32)
     of = (x, ids, shares, *weights(rng, count, 12, 20))
-    found = WAYS[way](*of, up_bias, limit=0.75) + sum_expert_biases(ids, shares, down_bias)
+    clipped = functools.partial(multiply_clipped, limit=0.75)
+    found = WAYS[way](*of, up_bias, activate=clipped) + sum_expert_biases(ids, shares, down_bias)
     np.testing.assert_allclose(found, oracle_with_biases(*of, up_bias, down_bias, 0.75), atol=4e-6)
 
 

@@ -238,8 +238,17 @@ class KVCache:
     @property
     def entry_bytes(self) -> int:
         """Bytes of one entry of one kv head: a key and a value as stored, with a quantised store's scales."""
+        return self._compute_entry_bytes(self.config.head_dim)
+
+    def _compute_entry_bytes(self, dim: int) -> int:
+        """Return the bytes of one entry of one kv head with `dim` channels, as stored."""
         pool = self.pools[0]
-        return pool.store.compute_entry_bytes(self.config.head_dim, pool.dtype.itemsize)
+        return pool.store.compute_entry_bytes(dim, pool.dtype.itemsize)
+
+    @property
+    def layer_entry_bytes(self) -> Int[np.ndarray, " L"]:
+        """Bytes of one entry of one kv head of each layer, numpy `[L]`: `entry_bytes`, but for folded layers."""
+        return np.asarray([*map(self._compute_entry_bytes, self.config.entry_dims)])
 
     @property
     def pool_row_bytes(self) -> int:
@@ -255,7 +264,8 @@ class KVCache:
         Returns:
             Bytes, summed over layers and kv heads.
         """
-        found = sum(headroom) * self.pool_row_bytes
+        each = self.pool_row_bytes - self.entry_bytes + self.layer_entry_bytes
+        found = int(np.dot(headroom, each))
         for layer, rows in enumerate(headroom):
             bounds = self.pools[self.layout.get_pool_index(layer)].bounds
             found += 0 if bounds is None else -(-rows // bounds.page) * bounds.page_bound_bytes
@@ -264,14 +274,15 @@ class KVCache:
     @property
     def full_nbytes(self) -> int:
         """Bytes of unquantised entries if none were evicted: all tokens seen, in sliding-window layers the window's."""
-        each = self.config.kv_heads * self.config.entry_elements * self.pools[0].dtype.itemsize
-        return each * int(self._attended_tokens.sum())
+        each = self.config.kv_heads * self.pools[0].dtype.itemsize
+        return each * int(np.dot(self.config.entry_elements, self._attended_tokens.sum(axis=1)))
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes of entries on devices as stored, at most a sliding window's; no headroom, positions, scores, tables."""
         # Entries outside a sliding window are removed when the pool is full.
-        return self.entry_bytes * int(np.minimum(self.kept, self._attended_tokens[..., None]).sum())
+        held = np.minimum(self.kept, self._attended_tokens[..., None]).sum(axis=(1, 2))
+        return int(self.layer_entry_bytes @ held)
 
     @property
     def _attended_tokens(self) -> Int[np.ndarray, "L B"]:

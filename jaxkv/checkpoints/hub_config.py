@@ -16,7 +16,7 @@ Config = Mapping[str, Any]
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Families whose sliding-window layers have a rotary embedding of their own.
-TWO_ROPES = ("gemma3_text", "mellum", "olmo3")
+TWO_ROPES = ("gemma3_text", "gemma4_text", "gemma4_unified_text", "mellum", "olmo3")
 
 
 @frozen_dataclass

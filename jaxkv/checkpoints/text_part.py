@@ -75,7 +75,7 @@ def extract_text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Stored
     """
     found = {}
     for name, tensor in stored.items():
-        if not name.startswith(_IMAGES):
+        if not name.removeprefix("model.").startswith(_IMAGES):
             prefixes = _TABLES["prefixes"]
             begins = next((each for each in prefixes if name.startswith(each)), "")
             found[prefixes.get(begins, "") + name.removeprefix(begins)] = tensor

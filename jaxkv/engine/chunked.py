@@ -87,7 +87,6 @@ def _make_empty_cache(
     config = flat.config
     axes = flat.axes
     heads = config.kv_heads
-    dim = config.head_dim
     batch = len(lengths)
     # On a mesh, kv heads of one device.
     heads_here = heads if axes is None else heads // axes.count_axis_shards("K")
@@ -110,7 +109,7 @@ def _make_empty_cache(
         heads,
         config.group_size,
         query_buffer_size(reading.filter_query_count),
-        dim,
+        config.head_dim,
     )
     query_buffers = (
         tuple(jnp.zeros(query_buffer, jnp.float32) for _ in reading.filters)
@@ -134,7 +133,7 @@ def _make_empty_cache(
     )
     pools = tuple(
         make_empty_pool(batch, each, dim, needed.dtype, scored=False, store=store, axes=axes)
-        for each in rows
+        for each, dim in zip(rows, config.entry_dims, strict=True)
     )
     states = tuple(
         DeltaState.make_empty(each, batch, each.key_heads) for each in config.state_layers

@@ -165,9 +165,10 @@ def plan_prefill(
         implementation=implementation,
     )
     uncompressed = sum(
-        int(np.minimum(length, window or length).sum()) for window in config.sliding_windows
+        each * int(np.minimum(length, window or length).sum())
+        for each, window in zip(config.entry_elements, config.sliding_windows, strict=True)
     )
-    full_bytes = times * uncompressed * heads * config.entry_elements * item
+    full_bytes = times * uncompressed * heads * item
     return PrefillPlan(
         padded_len=padded_len,
         capacity=capacity,

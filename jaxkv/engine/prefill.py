@@ -247,7 +247,7 @@ class PrefillLayerSource(PromptEntrySource):
         self.policy = policy
         self.merge_key = key
         self.implementation = implementation
-        self.entry_implementation = fit_head_dim(implementation, config.head_dim)
+        self.entry_implementation = fit_head_dim(implementation, max(config.entry_dims))
         self.key = key if axes is None else move_to_sharding(key, get_array_sharding("", (), axes))
         self.dtype = needed.dtype
         self.reading = parts.build_read_config(self.sliding_windows, needed.padded_len)

@@ -60,15 +60,16 @@ class PrefillBytes:
     @cached_property
     def pool_bytes(self) -> list[int]:
         """List of each pool's bytes on the device: one per layer, or one for a pool that all layers share."""
-        each = self.parts.compute_entry_bytes(self.config.head_dim, self.item)
         sliding_windows = self.config.sliding_windows
         # Sliding-window layers select no entries, so theirs have no scores.
         apart = self.parts.stores_scores and not self.parts.cache_layout.uses_shared_pool
         less = [
             4 * (apart and width is not None) for width in sliding_windows[: len(self.pool_rows)]
         ]
+        each = (self.parts.compute_entry_bytes(dim, self.item) for dim in self.config.entry_dims)
         return [
-            rows * self.batch * (each - off) for rows, off in zip(self.pool_rows, less, strict=True)
+            rows * self.batch * (size - off)
+            for rows, size, off in zip(self.pool_rows, each, less, strict=False)
         ]
 
     @cached_property
@@ -115,13 +116,12 @@ class PrefillBytes:
         """Return peak bytes beyond the final cache, in the last two layers, a second pass, or the end."""
         config = self.config
         parts = self.parts
-        rows = self._uncompressed_layer_bytes
         layers = self.config.layers
         hidden = self.batch * self.padded_len * config.embed * self.item
         peaks = list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
-            below = self._compute_lower_layer_bytes(index) + rows
+            below = self._compute_lower_layer_bytes(index) + self._count_layer_bytes(index)
             peaks.append(
                 below + hidden + self._statistic_bytes + self._compute_temporary_bytes(top)
             )
@@ -131,16 +131,19 @@ class PrefillBytes:
             )
         if parts.needs.replay is not None:
             # All layers below the top one have run and wait for the second pass.
-            waiting = (layers - 1) * (rows + self._statistic_bytes)
+            rows = [*map(self._count_layer_bytes, range(layers))]
+            waiting = sum(rows[:-1]) + (layers - 1) * self._statistic_bytes
             peaks += [
                 hidden + waiting + self._compute_temporary_bytes(False),
-                layers * rows + self._compute_second_pass_bytes(),
+                sum(rows) + self._compute_second_pass_bytes(),
             ]
         peaks.append(sum(self.pool_bytes) + self._page_bound_bytes + 4 * self.batch * config.vocab)
         # Allocated throughout: token masks, the table of rotary angles, and the cache's tables.
         masks = self.batch * self.padded_len * (3 + config.kv_heads)
+        specs = map(config.get_layer_spec, range(layers))
+        angles = {spec.rope: spec.get_head_dim(config.head_dim) for spec in specs}
         tables = (
-            4 * self.padded_len * (1 + config.head_dim)
+            4 * self.padded_len * (1 + max(angles.values()))
             + self._query_buffer_bytes
             + self._table_bytes
         )
@@ -261,9 +264,9 @@ class PrefillBytes:
                 + chosen * scores
             )
         # Entries and scores of layers that wait for a second pass before packing, plus the pools of packed layers.
-        waiting = (layers - index) * (parts.needs.replay is not None)
-        return sum(self.pool_bytes[:index]) + waiting * (
-            self._uncompressed_layer_bytes + self._compute_array_bytes(4)
+        waiting = range(index, layers if parts.needs.replay is not None else index)
+        return sum(self.pool_bytes[:index]) + sum(
+            self._count_layer_bytes(each) + self._compute_array_bytes(4) for each in waiting
         )
 
     def _count_full_layers(self, index: int) -> float:
@@ -278,8 +281,12 @@ class PrefillBytes:
 
     @property
     def _uncompressed_layer_bytes(self) -> int:
-        """Bytes of one layer's keys and values before compression, padding included."""
+        """Bytes of a full-attention layer's keys and values before compression, padding included."""
         return self._compute_array_bytes(2 * self.config.head_dim * self.item)
+
+    def _count_layer_bytes(self, index: int) -> int:
+        """Return the bytes of layer `index`'s keys and values before compression, padding included."""
+        return self._compute_array_bytes(2 * self.config.entry_dims[index] * self.item)
 
     @property
     def _scoring_block_bytes(self) -> int:

@@ -110,12 +110,12 @@ def layer(
         if reach is not None:
             start, held = restrict_to_window(seen.start, seen.length, reach)
             seen = SegmentRanges(start=start, length=held, walk=SegmentReadMode.WINDOWS)
-        cached = get_attention_backend(fit_head_dim(implementation, config.head_dim))
+        cached = get_attention_backend(fit_head_dim(implementation, k.shape[-1]))
         out, _ = cached.attend_to_segments(
             block.compute_rotated_queries(
                 block.normalise_for_attention(final), table.gather_positions((length - 1)[:, None])
             )[..., 0, :],
-            GatheredEntries(*(each.reshape(batch, -1, config.head_dim) for each in (k, v))),
+            GatheredEntries(*(each.reshape(batch, -1, each.shape[-1]) for each in (k, v))),
             seen,
             shaping=block.logits_shaping,
         )
@@ -192,7 +192,6 @@ def _run_block_by_sequence(
     Runs as many blocks of tokens as a sequence fills, so padding costs memory but no time. The top block (`last`)
     returns its hidden states unchanged.
     """
-    config = block.config
     batch, padded_len, width = x.shape
     shaping = block.logits_shaping
     reach = block.spec.sliding_window
@@ -246,10 +245,10 @@ def _run_block_by_sequence(
             x, sums = lax.fori_loop(0, blocks[row], attend, (x, sums))
         return buffers, x, sums, q
 
-    heads = config.prompt_kv_heads, config.heads // config.prompt_kv_heads
+    *heads, dim = block.prompt_shape
     sums = jnp.zeros((batch, *heads, padded_len), jnp.float32) if needs.sums else None
     # One sequence's queries, computed with its keys and values from the same norm.
-    q = jnp.zeros((*heads, padded_len if attends else 0, config.prompt_head_dim), x.dtype)
+    q = jnp.zeros((*heads, padded_len if attends else 0, dim), x.dtype)
     carry = (_allocate_keys_values(block, x, needs.unrotated), x, sums, q)
     buffers, x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
     return x, buffers, sums
@@ -287,7 +286,7 @@ def _run_block_in_batch(
         )
 
     # Every row is written before it is read.
-    shape = (batch, config.kv_heads, padded_len, config.head_dim)
+    shape = (batch, config.kv_heads, padded_len, block.spec.get_entry_dim(config.head_dim))
     buffers = lax.fori_loop(
         0, padded_len // size, project, (lax.empty(shape, x.dtype),) * (3 if needs.unrotated else 2)
     )
@@ -311,8 +310,8 @@ def _run_block_in_batch(
     sums = None
     if needs.sums or not last:
         k, v = block.expand_entries(*buffers[:2])
-        heads = config.prompt_kv_heads
-        grouped = (batch, heads, config.heads // heads, padded_len, config.prompt_head_dim)
+        *heads, dim = block.prompt_shape
+        grouped = (batch, *heads, padded_len, dim)
         q = lax.fori_loop(0, padded_len // size, queries, lax.empty(grouped, x.dtype))
         out, lse = backend.compute_prefill_attention(
             q,
@@ -345,5 +344,6 @@ def _project_keys_values(
 def _allocate_keys_values(block: DecoderBlock, x: Array, unrotated: bool) -> tuple[Array, ...]:
     """Return zero arrays `[B, K, S, D]` for keys and values, and a third for keys before RoPE if `unrotated`."""
     config = block.config
-    buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
+    dim = block.spec.get_entry_dim(config.head_dim)
+    buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], dim), x.dtype)
     return (buffer,) * (3 if unrotated else 2)

@@ -194,7 +194,9 @@ def _rerun_block(
     put = lax.dynamic_update_slice
     near = partial(attention.compute_causal_attention, softcap=softcap)
     by = compute_rope_tables(
-        length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim
+        length[:, None] + jnp.arange(tokens, dtype=jnp.int32),
+        graphs.spec.rope,
+        graphs.spec.get_head_dim(dim),
     )
     reach = SegmentRanges.make_strided_ranges(
         jnp.broadcast_to(length[:, None], (batch, heads)), padded_len

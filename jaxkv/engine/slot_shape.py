@@ -58,6 +58,13 @@ class SlotShape:
         """Maximum number of tokens of a slot's text: prompt, question and answer, rounded up to a bucket."""
         return round_up_to_bucket(self.prompt + self.question + self.new)
 
+    def compute_slot_bytes(self, parts: Parts, config: ModelConfig, itemsize: int) -> int:
+        """Return the bytes of a slot's pools, whose keys and values have `itemsize` bytes per number in the model."""
+        return sum(
+            rows * parts.compute_entry_bytes(dim, itemsize)
+            for rows, dim in zip(self.rows, config.entry_dims, strict=False)
+        )
+
     def list_programs(self, prefill_tokens: int, most: int) -> list[SlotPrograms]:
         """Return all `SlotPrograms` to compile: single prompts, batches, questions; nearest to a short chat's first.
 

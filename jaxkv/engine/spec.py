@@ -206,7 +206,7 @@ def create_decode_spec(
     ongoing = parts.decoding_compression
     most = None
     reading = parts.build_read_config(flat.config.sliding_windows, padded_len)
-    implementation = fit_head_dim(implementation, flat.config.head_dim)
+    implementation = fit_head_dim(implementation, max(flat.config.entry_dims))
     if ongoing.compresses and parts.cache_layout.uses_shared_pool and not extended:
         most = bound_segment_length(parts, padded_len, flat.config.sliding_windows)
     return DecodeSpec(
@@ -272,7 +272,7 @@ def select_implementations(
         platform=jax.default_backend() if axes is None else axes.platform,
         dtype=params.dtype,
         head_dim=params.config.prompt_head_dim,
-        entry_dim=params.config.head_dim,
+        entry_dim=max(params.config.entry_dims),
         capability=get_cuda_capability(device),
     )
     if not read.prefill_chunk_tokens:

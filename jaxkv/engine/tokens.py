@@ -174,15 +174,13 @@ def _compute_position_angles(*, padded_len: int, rope: Rope, dim: int) -> RopeTa
 
 def compute_angles_by_rope(flat: SplitDecoder, padded_len: int) -> dict[Rope, RopeTables]:
     """Return a dict from each rotary embedding of the model to its angles at positions 0 to `padded_len` - 1."""
-    ropes = dict.fromkeys(
-        flat.config.get_layer_spec(layer).rope for layer in range(flat.config.layers)
-    )
-    dim = flat.config.head_dim
+    specs = map(flat.config.get_layer_spec, range(flat.config.layers))
+    dims = {spec.rope: spec.get_head_dim(flat.config.head_dim) for spec in specs}
     return {
         rope: place_dataclass_on_mesh(
             _compute_position_angles(padded_len=padded_len, rope=rope, dim=dim), flat.axes
         )
-        for rope in ropes
+        for rope, dim in dims.items()
     }
 
 
@@ -206,11 +204,15 @@ def compute_step_angles(
     Rolling positions are places within the cache. `cache` is the state before the step, used with rolling positions
     only.
     """
-    angles_at = partial(compute_rope_tables, head_dim=spec.config.head_dim)
     ropes = [kind.rope for kind in kinds]
     if not spec.rolling:
-        by_rope = {rope: StepAngles(angles_at(positions, rope)) for rope in dict.fromkeys(ropes)}
+        dims = {kind.rope: kind.get_head_dim(spec.config.head_dim) for kind in kinds}
+        by_rope = {
+            rope: StepAngles(compute_rope_tables(positions, rope, dim))
+            for rope, dim in dims.items()
+        }
         return [by_rope[rope] for rope in ropes]
+    angles_at = partial(compute_rope_tables, head_dim=spec.config.head_dim)
     tables = cache.tables
     heads = cache.tables.start.shape[2]
     sizes = [pool.row_count // heads for pool in cache.pools]

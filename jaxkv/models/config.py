@@ -16,6 +16,7 @@ from jaxkv.models.values import (
     ACTIVATIONS,
     DeltaNetSpec,
     ExpertsConfig,
+    FoldedLayerSpec,
     LatentConfig,
     LayerSpec,
     LongRope,
@@ -40,7 +41,7 @@ class ModelConfig:
         hidden: width of the MLP, or of one expert, F; a spec of `kinds` may give its layers another.
         heads: query heads, H = K * G.
         kv_heads: kv heads, K.
-        head_dim: D, an even number.
+        head_dim: D, an even number; folded layers of `kinds` have another.
         norm_eps: epsilon of every norm.
         rope: the rotary embedding of all layers, unless `kinds` is given.
         kinds: specs of layers that differ, repeated in turn: layer i has `kinds[i % len(kinds)]`; else empty.
@@ -54,6 +55,7 @@ class ModelConfig:
         sink_logits: each query head has a sink logit in its softmax, without a value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
         qk_norm_rotated: the weights of these norms multiply rotated queries and keys (Hunyuan).
+        value_norm: values are RMS-normalised per head, without weights (Gemma 4).
         qk_norm_wide: queries and keys are RMS-normalised over all heads together (OLMo 2).
         qk_layer_norm: queries and keys are layer-normalised per head, with weights per head and no biases (Command R+).
         interleaved: checkpoints store channels that rotate together as neighbours (GLM-4, Cohere); loading reorders
@@ -69,6 +71,7 @@ class ModelConfig:
             (with learned numbers, Apertus).
         embedding_scale: factor of embeddings.
         residual_scale: factor of the outputs of attention and MLP (Granite).
+        block_multiplier: a learned number multiplies the output of each block (Gemma 4).
         logit_scale: factor of logits.
         logit_softcap: c, which maps scaled logits to c * tanh(logit / c); None for none (Gemma 2).
         experts: the mixture of experts that replaces the MLP of every block without a `dense_hidden`, or None.
@@ -98,6 +101,7 @@ class ModelConfig:
     sink_logits: bool = False
     qk_norm: bool = False
     qk_norm_rotated: bool = False
+    value_norm: bool = False
     qk_norm_wide: bool = False
     qk_layer_norm: bool = False
     interleaved: bool = False
@@ -111,6 +115,7 @@ class ModelConfig:
     activation: str = "silu"
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    block_multiplier: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     experts: ExpertsConfig | None = None
@@ -141,6 +146,10 @@ class ModelConfig:
             "number of 2 or more"
         )
         require(count >= 2 and count % 2 == 0, "share", min(shares), remedy)
+        dims = {(spec.rope, spec.get_head_dim(self.head_dim)) for spec in self.kinds}
+        apart = len(dims) <= len(ropes)
+        remedy = "one rotary embedding in layers of two head dims is not supported: give them two"
+        require(apart, "kinds", sorted(dim for _, dim in dims), remedy)
         for rope in ropes:
             given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
             remedy = (
@@ -173,10 +182,28 @@ class ModelConfig:
         shared = self.parallel or not self.shared_norm
         remedy = "only a parallel MLP can share attention's norm: give parallel=True"
         yield "shared_norm", shared, remedy
+        serial = not (self.parallel and self.block_multiplier)
+        yield "block_multiplier", serial, "not supported in parallel blocks: omit it"
+        folded = self.heads_per_entry
+        fits = folded == 1 or not (self.group_size % folded or self.has_qk_gains or self.latent)
+        remedy = (
+            f"{folded} heads share an entry: give heads as a multiple of {folded * self.kv_heads}, "
+            "without latent, qk_norm_wide and qk_layer_norm"
+        )
+        yield "kinds", fits, remedy
         if self.experts is not None:
-            plain = self.gated and self.activation == "silu" and not self.mlp_bias
-            remedy = "experts are gated by silu and have their own biases: omit gated, activation and mlp_bias"
+            known = self.activation == "silu" or (
+                self.activation != "xielu" and self.experts.limit is None
+            )
+            plain = self.gated and known and not self.mlp_bias
+            remedy = (
+                "experts are gated, have their own biases, no xielu, and a limit with silu alone: "
+                "omit gated, activation and mlp_bias"
+            )
             yield "experts", plain, remedy
+            between = self.norms == "both" and not self.layer_norm and self.experts.shared
+            remedy = "own_norms needs norms='both', layer_norm=False and a shared MLP"
+            yield "experts", bool(between) or not self.experts.own_norms, remedy
             alone = not (self.experts.bias and self.parallel)
             remedy = "biases of experts are not supported in parallel blocks: give bias=False"
             yield "experts", alone, remedy
@@ -199,9 +226,12 @@ class ModelConfig:
             and self.experts is None
             and self.latent is None
         )
-        plain = mlp and self.residual_scale == 1
+        plain = mlp and self.residual_scale == 1 and not self.block_multiplier
+        plain = plain and not any(
+            each.values_from_keys or isinstance(each, FoldedLayerSpec) for each in self.kinds
+        )
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
-        scaled = self.has_qk_gains or self.qk_norm_rotated
+        scaled = self.has_qk_gains or self.qk_norm_rotated or self.value_norm
         special = self.parallel or scaled or self.attention_gate or self.state_bytes
         return plain and norms and not special
 
@@ -220,6 +250,19 @@ class ModelConfig:
             The spec; layers with equal specs share compiled programs.
         """
         return self.kinds[layer % len(self.kinds)] if self.kinds else LayerSpec(rope=self.rope)
+
+    @property
+    def entry_dims(self) -> tuple[int, ...]:
+        """D of each layer, as a tuple of L: `head_dim`, but for folded layers."""
+        specs = map(self.get_layer_spec, range(self.layers))
+        return tuple(spec.get_entry_dim(self.head_dim) for spec in specs)
+
+    @property
+    def heads_per_entry(self) -> int:
+        """Maximum number of heads in an entry: 1 without folded layers."""
+        return max(
+            (each.folded for each in self.kinds if isinstance(each, FoldedLayerSpec)), default=1
+        )
 
     @property
     def sliding_windows(self) -> SlidingWindows:
@@ -257,14 +300,9 @@ class ModelConfig:
         return self.heads // self.kv_heads
 
     @property
-    def entry_elements(self) -> int:
-        """Numbers in an entry of one kv head: a key's and a value's, or those of a latent, which is both."""
-        return (2 if self.latent is None else 1) * self.head_dim
-
-    @property
-    def prompt_kv_heads(self) -> int:
-        """Kv heads of attention within a prompt: K, or for latents H, because every head's keys are projected."""
-        return self.kv_heads if self.latent is None else self.heads
+    def entry_elements(self) -> tuple[int, ...]:
+        """Numbers in an entry of one kv head by layer: a key's and a value's, or those of a latent, which is both."""
+        return tuple((2 if self.latent is None else 1) * dim for dim in self.entry_dims)
 
     @property
     def prompt_head_dim(self) -> int:

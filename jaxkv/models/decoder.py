@@ -25,16 +25,17 @@ from jaxkv.models.layers import (
     add_linear_weight,
     apply_linear,
     apply_linear_split_k,
+    divide_by_rms,
     get_float_weight,
     get_parameter_array,
     make_empty_parameter,
     multiply_by_weight,
 )
-from jaxkv.models.mixture import MixtureMLP
+from jaxkv.models.mixture import MixtureMLP, NormedMixtureMLP
 from jaxkv.models.rope import RopeTables, apply_rope, zero_rotated_channels
 from jaxkv.models.states import DeltaState
 from jaxkv.models.stored import StoredWeight
-from jaxkv.models.values import DeltaNetSpec, LayerSpec
+from jaxkv.models.values import DeltaNetSpec, FoldedLayerSpec, LayerSpec
 from jaxkv.sharding.collectives import get_shard_offset, sum_over_devices
 from jaxkv.sharding.mesh import ShardingMesh
 
@@ -50,17 +51,21 @@ class AttentionParameters(nnx.Module):
     """Parameters of grouped-query attention: Q, KV and output weights, biases, norms, sink logits; no forward pass.
 
     Parameters: q and out_gate `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sink_logits `[K, G]`; query head h
-    belongs to kv head h // G.
+    belongs to kv head h // G. kv is `[1, K, D, E]` for values from keys; of folded layers its D is an entry's, others a
+    head's.
     """
 
     q: nnx.Param
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
+    def __init__(
+        self, config: ModelConfig, spec: LayerSpec, *, dtype: jnp.dtype, weights: jnp.dtype
+    ):
         heads = config.kv_heads
         group = config.group_size
-        dim = config.head_dim
+        dim = spec.get_head_dim(config.head_dim)
+        kv = (1 if spec.values_from_keys else 2, heads, spec.get_entry_dim(config.head_dim))
         add_linear_weight(self, "q", heads, group, dim, config.embed, dtype=weights)
-        add_linear_weight(self, "kv", 2, heads, dim, config.embed, dtype=weights)
+        add_linear_weight(self, "kv", *kv, config.embed, dtype=weights)
         add_linear_weight(self, "out", config.embed, config.heads * dim, dtype=weights)
         # Flax decides by the first value whether an attribute is a parameter.
         if config.attention_gate:
@@ -70,7 +75,7 @@ class AttentionParameters(nnx.Module):
         self.q_bias = (
             make_empty_parameter(heads, group, dim, dtype=dtype) if config.qkv_bias else None
         )
-        self.kv_bias = make_empty_parameter(2, heads, dim, dtype=dtype) if config.qkv_bias else None
+        self.kv_bias = make_empty_parameter(*kv, dtype=dtype) if config.qkv_bias else None
         self.out_bias = make_empty_parameter(config.embed, dtype=dtype) if config.out_bias else None
         self.sink_logits = (
             make_empty_parameter(heads, group, dtype=dtype) if config.sink_logits else None
@@ -117,11 +122,18 @@ class DecoderBlock(nnx.Module):
         self.attention_norm: Any = _make_norm(config, dtype) if before else None
         self.attention: Any = _make_attention(config, self.spec, dtype, weights)
         self.attention_out_norm: Any = _make_norm(config, dtype) if after else None
+        inside = config.experts is not None and config.experts.own_norms
         self.mlp_norm: Any = (
-            _make_norm(config, dtype) if before and not config.shared_norm else None
+            _make_norm(config, dtype) if before and not (config.shared_norm or inside) else None
         )
         self.mlp = _make_mlp(config, self.spec, dtype, weights)
         self.mlp_out_norm: Any = _make_norm(config, dtype) if after else None
+        self.multiplier = make_empty_parameter(1, dtype=dtype) if config.block_multiplier else None
+
+    @property
+    def prompt_shape(self) -> tuple[int, int, int]:
+        """Kv heads, queries of each, and head dim of attention within a prompt."""
+        return self.config.kv_heads, self.config.group_size, self.config.head_dim
 
     def make_empty_states(self, batch: int) -> tuple[DeltaState, ...]:
         """Return the states of the layers below before the first token, on a mesh of this device's heads."""
@@ -162,8 +174,8 @@ class DecoderBlock(nnx.Module):
         return _rotate(unrotated, by.scale_for_queries(), normed.dtype, self.attention.q_norm)
 
     def rotate_keys(
-        self, k: Float[Array, "B K N D"], by: RopeTables, dtype: jnp.dtype
-    ) -> Float[Array, "B K N D"]:
+        self, k: Float[Array, "B *heads N D"], by: RopeTables, dtype: jnp.dtype
+    ) -> Float[Array, "B *heads N D"]:
         """Return keys rotated by the RoPE tables `by`, in `dtype`."""
         return _rotate(k, by, dtype, self.attention.k_norm)
 
@@ -218,9 +230,17 @@ class DecoderBlock(nnx.Module):
         gain = self.attention.k_gain
         kv = apply_linear(self.attention, "kv", normed, wide=norm is None and gain is None)
         k = kv[:, :, 0]
-        v = jnp.moveaxis(kv[:, :, 1], 1, 2)
+        v = jnp.moveaxis(kv[:, :, -1], 1, 2)
         k = jnp.moveaxis(k if gain is None else self._normalise_with_gain(k, gain[...], "K"), 1, 2)
-        return k if norm is None else norm(k), v.astype(normed.dtype)
+        return self._normalise_keys(k), self._normalise_values(v).astype(normed.dtype)
+
+    def _normalise_keys(self, k: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """Return keys as a norm over each head's channels leaves them; unchanged without one."""
+        return k if self.attention.k_norm is None else self.attention.k_norm(k)
+
+    def _normalise_values(self, v: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """Return values divided by their root mean square, float32, if the model does that; else unchanged."""
+        return divide_by_rms(v, self.config.norm_eps) if self.config.value_norm else v
 
     def compute_qkv_partial_sums(
         self, normed: Float[Array, "M 1 E"]
@@ -274,9 +294,12 @@ class DecoderBlock(nnx.Module):
         wide = x.astype(jnp.float32) + self._scale_residual_branch(added, self.attention_out_norm)
         # Without a norm the MLP reads hidden states in the dtype in which they enter a block: the model's.
         read = wide.astype(x.dtype) if self.mlp_norm is None else self.mlp_norm(wide)
-        return (
-            wide + self._scale_residual_branch(self.mlp(read, self.axes, **how), self.mlp_out_norm)
-        ).astype(x.dtype)
+        out = wide + self._scale_residual_branch(
+            self.mlp(read, self.axes, **how), self.mlp_out_norm
+        )
+        if self.multiplier is not None:
+            out = out * self.multiplier[...].astype(jnp.float32)
+        return out.astype(x.dtype)
 
     def _scale_residual_branch(self, added: Hidden, norm: Any) -> Hidden:
         """Return the output of attention or MLP, normed if blocks norm outputs, times the residual scale."""
@@ -299,6 +322,11 @@ class DecoderBlock(nnx.Module):
 
 class LatentBlock(DecoderBlock):
     """Block with multi-head latent attention: one kv head of latents, or all heads' keys and values within a prompt."""
+
+    @property
+    def prompt_shape(self) -> tuple[int, int, int]:
+        """Kv heads, one for each query head, queries of each, and head dim of attention within a prompt."""
+        return self.config.heads, 1, self.config.prompt_head_dim
 
     def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
         """Return scaled queries `[B, 1, H, N, D]` of latents before RoPE, float32."""
@@ -346,6 +374,99 @@ class LatentBlock(DecoderBlock):
         )
 
 
+class FoldedBlock(DecoderBlock):
+    """Block with several kv heads in an entry: a query is 0 in the channels of the others, so its logits are its own.
+
+    Within a prompt, every head has its own keys and values.
+    """
+
+    spec: FoldedLayerSpec
+
+    @property
+    def prompt_shape(self) -> tuple[int, int, int]:
+        """Kv heads of this device's queries, queries of each, and channels of a head."""
+        heads = max(1, self.spec.folded // self._query_shards)
+        return self.config.kv_heads * heads, self.config.group_size // heads, self.spec.head_dim
+
+    @property
+    def _query_shards(self) -> int:
+        """Number of devices that share the query heads of an entry."""
+        return 1 if self.axes is None else self.axes.count_axis_shards("G")
+
+    @property
+    def _own_heads(self) -> Int[Array, " G"]:
+        """Place of each query head's kv head in an entry."""
+        group = self.config.group_size
+        index = get_shard_offset("G", group, self.axes) + jnp.arange(group, dtype=jnp.int32)
+        return index * self.spec.folded // (group * self._query_shards)
+
+    def compute_rotated_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B K G N D"]:
+        """Return rotated queries of entries, each in the channels of its kv head, 0 in others."""
+        wide = self.compute_unrotated_queries(normed).astype(jnp.float32)
+        q = _rotate(wide, by.scale_for_queries(), wide.dtype, self.attention.q_norm)
+        # Attention divides by the root of an entry's channels.
+        own = jax.nn.one_hot(self._own_heads, self.spec.folded) * math.sqrt(self.spec.folded)
+        spread = q[..., None, :] * own[:, None, :, None]
+        return spread.reshape(*q.shape[:-1], self.spec.get_entry_dim(0)).astype(normed.dtype)
+
+    def rotate_keys(
+        self, k: Float[Array, "B K N D"], by: RopeTables, dtype: jnp.dtype
+    ) -> Float[Array, "B K N D"]:
+        """Return the heads' keys, rotated, in `dtype`."""
+        return _join_heads(super().rotate_keys(self._split_heads(k), by, dtype))
+
+    def compute_prompt_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B H G N C"]:
+        """Return rotated queries by kv head."""
+        q = super().compute_rotated_queries(normed, by)
+        heads, group, _ = self.prompt_shape
+        return q.reshape(len(q), heads, group, *q.shape[3:])
+
+    def expand_entries(
+        self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"]
+    ) -> tuple[Float[Array, "B H S C"], Float[Array, "B H S C"]]:
+        """Return the keys and values of the kv heads of this device's queries."""
+        heads, group, dim = self.prompt_shape
+        own = self._own_heads[::group]
+        shape = len(k), heads, k.shape[2], dim
+        k, v = (self._split_heads(each)[:, :, own].reshape(shape) for each in (k, v))
+        return k, v
+
+    def apply_prompt_output_and_mlp(
+        self, x: Hidden, attended: Float[Array, "B H G N C"], *, apart: bool = False
+    ) -> Hidden:
+        """Return hidden states after the output projection, the MLP and both sums, from each head's mean values."""
+        shape = self.config.kv_heads, self.config.group_size
+        by_entry = attended.reshape(len(x), *shape, *attended.shape[3:])
+        return super().apply_output_and_mlp(x, by_entry, apart=apart)
+
+    def apply_output_and_mlp(
+        self, x: Hidden, attended: Float[Array, "B K G N D"], *, apart: bool = False
+    ) -> Hidden:
+        """Return hidden states after the output projection, the MLP and both sums, from each head's mean entries."""
+        heads = attended.reshape(*attended.shape[:-1], self.spec.folded, self.spec.head_dim)
+        own = self._own_heads[None, None, :, None, None, None]
+        mine = jnp.take_along_axis(heads, own, axis=-2)[..., 0, :]
+        return super().apply_output_and_mlp(x, mine, apart=apart)
+
+    def _normalise_keys(self, k: Float[Array, "B K N D"]) -> Float[Array, "B K N D"]:
+        """Return keys, normed by head."""
+        return _join_heads(super()._normalise_keys(self._split_heads(k)))
+
+    def _normalise_values(self, v: Float[Array, "B K N D"]) -> Float[Array, "B K N D"]:
+        """Return values, normed by head."""
+        return _join_heads(super()._normalise_values(self._split_heads(v)))
+
+    def _split_heads(self, x: Float[Array, "B K N D"]) -> Float[Array, "B K J N C"]:
+        """Return the keys or values of each head in an entry."""
+        heads = x.reshape(*x.shape[:-1], self.spec.folded, self.spec.head_dim)
+        return jnp.moveaxis(heads, 3, 2)
+
+
+def _join_heads(x: Float[Array, "B K J N C"]) -> Float[Array, "B K N D"]:
+    """Return entries' keys or values of the heads that share them."""
+    return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], x.shape[2] * x.shape[4])
+
+
 def _rotate(
     x: Float[Array, "B *heads N D"], by: RopeTables, dtype: jnp.dtype, norm: RMSNorm | None
 ) -> Float[Array, "B *heads N D"]:
@@ -369,7 +490,7 @@ def _make_attention(config: ModelConfig, spec: Any, dtype: jnp.dtype, weights: j
         width, eps = config.embed, config.norm_eps
         return GatedDeltaNet(width, spec, eps=eps, dtype=dtype, weights=weights)
     if config.latent is None:
-        return AttentionParameters(config, dtype=dtype, weights=weights)
+        return AttentionParameters(config, spec, dtype=dtype, weights=weights)
     return LatentAttention(config, config.latent, dtype=dtype, weights=weights)
 
 
@@ -378,7 +499,15 @@ def _make_mlp(config: ModelConfig, spec: Any, dtype: jnp.dtype, weights: jnp.dty
     if config.experts is None or spec.dense_hidden is not None:
         hidden = spec.dense_hidden or config.hidden
         return DenseMLP(config, hidden, dtype=dtype, weights=weights)
-    return MixtureMLP(config, dtype=dtype, weights=weights)
+    mixture = NormedMixtureMLP if config.experts.own_norms else MixtureMLP
+    return mixture(config, dtype=dtype, weights=weights)
+
+
+def _choose_block(config: ModelConfig, spec: LayerSpec) -> type[DecoderBlock]:
+    """Return the class of a layer's block."""
+    if config.latent is not None:
+        return LatentBlock
+    return FoldedBlock if isinstance(spec, FoldedLayerSpec) else DecoderBlock
 
 
 class Decoder(nnx.Module):
@@ -397,11 +526,10 @@ class Decoder(nnx.Module):
         dtype = jnp.dtype(dtype)
         narrow = dtype if weights is None else jnp.dtype(weights)
         self.embedding = make_empty_parameter(config.vocab, config.embed, dtype=dtype)
-        block = DecoderBlock if config.latent is None else LatentBlock
         self.blocks = nnx.List(
             [
-                block(config, config.get_layer_spec(layer), dtype=dtype, weights=narrow)
-                for layer in range(config.layers)
+                _choose_block(config, spec)(config, spec, dtype=dtype, weights=narrow)
+                for spec in map(config.get_layer_spec, range(config.layers))
             ]
         )
         self.norm = _make_norm(config, dtype)

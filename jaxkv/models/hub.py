@@ -1,8 +1,9 @@
 """Reader of a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxkv.models.hub_rope import read_rope
 from jaxkv.models.values import (
     DeltaNetSpec,
     ExpertsConfig,
+    FoldedLayerSpec,
     LatentConfig,
     LayerSpec,
     NoRope,
@@ -97,6 +99,8 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
     fields |= {**family.switches, **_read_scales(config)}
     if kind == "falcon":
         fields |= _read_falcon_fields(config, heads, fields["kv_heads"])
+    if fields["experts"] is not None and fields["experts"].own_norms:
+        fields["hidden"] = read_config_key(validate_int, "moe_intermediate_size")
     if "kv_lora_rank" in config:
         fields |= _read_latent_fields(config, heads)
     return fields | _read_layer_fields(config, layers, longest)
@@ -121,7 +125,8 @@ def _read_experts(config: Config) -> ExpertsConfig | None:
             # One number for each layer, all the same.
             alike = isinstance(value, list) and len(set(value)) == 1
             found[field] = check(name, value[0] if alike else value)
-    if "count" not in found:
+    # A Gemma 4 says whether it has any.
+    if "count" not in found or config.get("enable_moe_block") is False:
         return None
     if config.get("topk_method") == "greedy":
         # DeepSeek V2-Lite names groups, and chooses among all experts.
@@ -229,6 +234,50 @@ def _read_latent_fields(config: Config, heads: int) -> dict[str, Any]:
     }
 
 
+def _read_global_heads(config: Config, sliding: Sequence[bool]) -> dict[str, int]:
+    """Return `kv_heads` and `head_dim` of a Gemma 4's layers without sliding windows; ValueError for E2B and E4B."""
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        remedy = (
+            "models with per-layer embeddings or layers that share entries (E2B, E4B) are not "
+            "supported: use the 12B, 31B or 26B-A4B, or gemma3"
+        )
+        require(not config[key], key, config[key], remedy)
+    remedy = f"transformers makes the last layer {LAYER_TYPES[1]!r}: give it so"
+    require(not sliding[-1], "layer_types", config["layer_types"], remedy)
+    whole = [at for at, each in enumerate(sliding) if not each]
+    own = {"head_dim": config.get("global_head_dim", 512)}
+    if config["attention_k_eq_v"] and config.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = config["num_global_key_value_heads"]
+    # Published files have one key for all of these layers, those of transformers keys of each.
+    given = config.get("per_layer_config", dict.fromkeys(map(str, whole), own))
+    names = ("head_dim", "num_key_value_heads")
+    remedy = f"give the same {' and '.join(names)} for layers {whole}, and none for others"
+    told = isinstance(given, Mapping) and all(str(at).isdecimal() for at in given)
+    require(told and sorted(map(int, given)) == whole, "per_layer_config", given, remedy)
+    own, *others = given.values()
+    alike = all(each == own for each in others) and own.keys() <= {*names}
+    require(alike, "per_layer_config", given, remedy)
+    dim, heads = (validate_int(name, own.get(name, config[name])) for name in names)
+    divides = config["num_key_value_heads"] % heads == 0
+    remedy = f"give a divisor of num_key_value_heads={config['num_key_value_heads']}"
+    require(divides, "num_global_key_value_heads", heads, remedy)
+    return {"kv_heads": heads, "head_dim": dim}
+
+
+def _build_gemma4_spec(spec: LayerSpec, config: Config, kv_heads: int) -> LayerSpec:
+    """Return the spec of a Gemma 4's layer: its scale is 1, and a sliding window has heads of its own."""
+    spec = dataclasses.replace(spec, scale=1.0)
+    if spec.sliding_window is None:
+        shared = validate_bool("attention_k_eq_v", config["attention_k_eq_v"])
+        return dataclasses.replace(spec, values_from_keys=shared)
+    fields = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+    return FoldedLayerSpec(
+        **fields,
+        head_dim=validate_int("head_dim", config["head_dim"]),
+        folded=config["num_key_value_heads"] // kv_heads,
+    )
+
+
 def _compute_latent_scale(config: Config) -> float:
     """Return the attention scale of heads' keys: 1 / sqrt of their width, times YaRN's squared magnitude."""
     _, rope = read_rope_keys(config)
@@ -270,6 +319,10 @@ def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, A
         LayerSpec(rope=rope, sliding_window=width, scale=scale, softcap=softcap, dense_hidden=own)
         for rope, width, own in zip(ropes, widths, dense, strict=True)
     ]
+    if kind.startswith("gemma4"):
+        heads = _read_global_heads(config, sliding)
+        specs = [_build_gemma4_spec(each, config, heads["kv_heads"]) for each in specs]
+        return {"kinds": _find_shortest_period(specs), **heads}
     if set(specs) == {LayerSpec(rope=whole_prompt)}:
         return {"rope": whole_prompt}
     return {"rope": Rope(), "kinds": _find_shortest_period(specs)}
@@ -346,7 +399,9 @@ def _read_sliding_windows(
         sliding = [each == LAYER_TYPES[0] for each in types]
     remedy = f"layers of type {LAYER_TYPES[0]} need a width: give sliding_window"
     require(width is not None or not any(sliding), "sliding_window", width, remedy)
-    narrow = None if width is None or width >= longest else width
+    # Heads of Gemma 4 depend on the type of a layer.
+    endless = width is None or (width >= longest and not kind.startswith("gemma4"))
+    narrow = None if endless else width
     return [narrow if each else None for each in sliding], sliding
 
 

@@ -14,6 +14,7 @@ from jaxkv.models.values import (
     Llama3Rope,
     LongRope,
     Ministral3Rope,
+    ProportionalRope,
     Rope,
     YarnRope,
     check_positive,
@@ -50,6 +51,12 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     family = config["model_type"]
     theta = check_positive("rope_theta", keys.pop("rope_theta"))
     dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    known = _ROPES
+    if family.startswith("gemma4"):
+        known = {"default": Rope, "proportional": ProportionalRope}
+        rotated = keys.pop("partial_rotary_factor", 1.0)
+        # transformers' default rotary embedding rotates all channels.
+        keys |= {} if keys.get("rope_type", "default") == "default" else {"rotated": rotated}
     # MiniMax's files say how many channels are rotated.
     share = keys.pop("partial_rotary_factor", config.get("rotary_dim", dim) / dim)
     remedy = f"give a share of the channels above 0; only {', '.join(_PARTIAL)} rotate a part"
@@ -59,7 +66,6 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     require(whole or family in _PARTIAL, "partial_rotary_factor", share, remedy)
     kind = keys.pop("type", "default")
     kind = keys.pop("rope_type", kind)
-    known = _ROPES
     if family == "phi3":
         # Older files call longrope su. For a Phi-3, transformers reads "yarn" as longrope, too.
         known = {"default": Rope, "longrope": LongRope, "su": LongRope}

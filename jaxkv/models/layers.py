@@ -17,7 +17,7 @@ from jaxkv.sharding.collectives import sum_over_devices
 from jaxkv.sharding.mesh import ShardingMesh
 
 # Activations without parameters, by name.
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -240,6 +240,12 @@ def _delay_dequantisation(
     return (x, weight) if weight.scales is None else lax.optimization_barrier((x, weight))
 
 
+def divide_by_rms(x: Vectors, eps: float) -> Vectors:
+    """Return vectors divided by their root mean square over the last axis, float32: an RMS norm without weights."""
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
 class RMSNorm(nnx.Module):
     """RMS norm over the last axis, computed in float32, times (`scale` + `offset`) (arXiv:1910.07467).
 
@@ -260,8 +266,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Vectors) -> Vectors:
         """RMS-normalise x over its last axis, times (`scale` + `offset`); the result has the dtype of `scale`."""
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = divide_by_rms(x, self.eps)
         return (
             wide if self.scales_later else (wide * self.get_scale()).astype(self.scale[...].dtype)
         )
@@ -343,7 +348,7 @@ class DenseMLP(nnx.Module):
     def _activate(self, x: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
         """Return the activation of float32 `[*rows, F]`."""
         if self.xielu is None:
-            return _ACTIVATIONS[self.activation](x)
+            return ACTIVATION_FUNCTIONS[self.activation](x)
         positive, negative = jax.nn.softplus(self.xielu[...].astype(jnp.float32))
         below = (jnp.expm1(jnp.minimum(x, _XIELU_EPSILON)) - x) * (_XIELU_BETA + negative)
         return jnp.where(x > 0, positive * x * x, below) + _XIELU_BETA * x

@@ -5,6 +5,7 @@ expert. Here tokens are sorted by expert and multiplied in blocks of one expert 
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import (
+    ACTIVATION_FUNCTIONS,
     DenseMLP,
+    RMSNorm,
     Vectors,
     add_linear_weight,
     get_parameter_array,
@@ -34,6 +37,8 @@ Tokens = Float[Array, "T E"]
 Scores = Float[Array, "T X"]
 Chosen = Int[Array, "T k"]
 Shares = Float[Array, "T k"]
+# Activations from gates and ups, float32.
+GatedActivation = Callable[[Array, Array], Array]
 # Rows per block. Smaller blocks cost as much, because an expert's weights are read in any case; larger ones exceed a
 # GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
@@ -57,6 +62,7 @@ class MixtureMLP(nnx.Module):
         experts = config.experts
         assert experts is not None
         self.experts, count, width, hidden = experts, experts.count, config.embed, config.hidden
+        self.activation = config.activation
         wide = jnp.dtype(jnp.float32)
         self.router = make_empty_parameter(count, width, dtype=dtype)
         self.correction = make_empty_parameter(count, dtype=wide) if experts.corrected else None
@@ -115,9 +121,10 @@ class MixtureMLP(nnx.Module):
             bias=get_parameter_array(self.experts_gate_up_bias),
         )
         ways = apply_experts_in_blocks, apply_experts_by_token, apply_experts_on_tensor_cores
-        by_blocks, singly, at_once = (
-            functools.partial(way, limit=self.experts.limit) for way in ways
-        )
+        activate = functools.partial(multiply_gated, activation=self.activation)
+        if self.experts.limit is not None:
+            activate = functools.partial(multiply_clipped, limit=self.experts.limit)
+        by_blocks, singly, at_once = (functools.partial(way, activate=activate) for way in ways)
         if ids.size > self.experts.count:
             tokens, chosen = ids.shape
             few = choose_block_rows(tokens, chosen, self.experts.count) <= _KERNEL_ROWS
@@ -146,6 +153,36 @@ class MixtureMLP(nnx.Module):
         if experts.normalised:
             shares = shares / (shares.sum(axis=-1, keepdims=True) + _LEAST_SUM)
         return ids, shares * experts.scale
+
+
+class NormedMixtureMLP(MixtureMLP):
+    """Mixture whose experts, shared MLP and router read hidden states without a norm through their own (Gemma 4).
+
+    Parameters: those of `MixtureMLP`, norms before and behind experts and shared MLP, the router's norm, and `factors`
+    `[X]` of experts' weights in the sum.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
+        super().__init__(config, dtype=dtype, weights=weights)
+        norm = functools.partial(RMSNorm, config.embed, eps=config.norm_eps, dtype=dtype)
+        self.router_norm, self.shared_norm, self.mixed_norm = norm(), norm(), norm()
+        self.shared_out_norm, self.mixed_out_norm = norm(), norm()
+        self.factors = make_empty_parameter(self.experts.count, dtype=dtype)
+
+    def __call__(self, x: Vectors, over: ShardingMesh | None = None) -> Vectors:
+        """Return the sum of normed outputs of experts and shared MLP, float32 `[*rows, E]`, over devices of `over`."""
+        flat = x.reshape(-1, x.shape[-1])
+        assert self.shared is not None
+        shared = self.shared_out_norm(self.shared(self.shared_norm(flat), over))
+        of = self.mixed_norm(flat), *self.select_experts(flat)
+        mixed = self.mixed_out_norm(sum_over_devices(self._compute_expert_outputs(*of), over))
+        return (shared.astype(jnp.float32) + mixed.astype(jnp.float32)).reshape(x.shape)
+
+    def select_experts(self, x: Tokens) -> tuple[Chosen, Shares]:
+        """Return each token's k expert ids, and their weights in the sum times the experts' factors."""
+        normed = self.router_norm(x)
+        ids, shares = super().select_experts(normed * normed.shape[-1] ** -0.5)
+        return ids, shares * self.factors[...].astype(jnp.float32)[ids]
 
 
 def _mask_other_groups(ranked: Scores, experts: ExpertsConfig) -> Scores:
@@ -189,14 +226,25 @@ class ExpertInputs(NamedTuple):
     bias: Float[Array, "X 2 F"] | None = None
 
 
+def multiply_gated(gate: Array, up: Array, activation: str = "silu") -> Array:
+    """Return an expert's activations, float32: those of its gates times its ups."""
+    return ACTIVATION_FUNCTIONS[activation](gate) * up
+
+
+def multiply_clipped(gate: Array, up: Array, limit: float) -> Array:
+    """Return the activations of gpt-oss' experts, float32, with gates and ups clipped by `limit`."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(_SLOPE * gate)
+
+
 def apply_experts_by_token(
     given: ExpertInputs,
     *,
-    limit: float | None = None,
+    activate: GatedActivation = multiply_gated,
 ) -> Tokens:
     """Compute mixture outputs without down's biases, float32 `[T, E]`, gathering experts' weights; for few tokens.
 
-    `limit` is that of `ExpertsConfig`.
+    `activate` computes activations from gates and ups.
     """
     x, ids, shares, gate_up, down, bias = given
 
@@ -211,20 +259,19 @@ def apply_experts_by_token(
         if bias is None
         else both + bias.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
     )
-    hidden = _compute_expert_activations(
-        both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype, limit
-    )
+    # The expert's weight in the sum is applied before the down projection, where it costs least.
+    hidden = (activate(both[:, :, 0], both[:, :, 1]) * shares[..., None]).astype(x.dtype)
     return (hidden.astype(jnp.float32)[:, :, None] * chosen(down)).sum(axis=(1, 3))
 
 
 def apply_experts_in_blocks(
     given: ExpertInputs,
     *,
-    limit: float | None = None,
+    activate: GatedActivation = multiply_gated,
 ) -> Tokens:
     """Compute mixture outputs without down's biases, float32 `[T, E]`, in blocks of one expert's tokens, after a sort.
 
-    `limit` is that of `ExpertsConfig`.
+    `activate` computes activations from gates and ups.
     """
     x, ids, shares, gate_up, down, bias = given
     (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
@@ -240,9 +287,7 @@ def apply_experts_in_blocks(
             lambda each: lax.dynamic_index_in_dim(each, expert, keepdims=False), whole
         )
         both = multiply_by_weight(x[row], ups, added, wide=True)
-        hidden = _compute_expert_activations(
-            both[:, 0], both[:, 1], share[at, None], x.dtype, limit
-        )
+        hidden = (activate(both[:, 0], both[:, 1]) * share[at, None]).astype(x.dtype)
         # Rows after the expert's last one are dropped; their indices are unique.
         to = jnp.where(mine, row, tokens + jnp.arange(size, dtype=jnp.int32))
         return out.at[to].add(
@@ -255,13 +300,13 @@ def apply_experts_in_blocks(
 def apply_experts_on_tensor_cores(
     given: ExpertInputs,
     *,
-    limit: float | None = None,
+    activate: GatedActivation = multiply_gated,
     interpret: bool = False,
 ) -> Tokens:
     """Compute mixture outputs without down's biases, float32 `[T, E]`, in two kernels for all experts' tokens.
 
-    `limit` is that of `ExpertsConfig`; `interpret` runs the kernels on any device. A selected expert is read once for
-    16 of its tokens.
+    `activate` computes activations from gates and ups; `interpret` runs the kernels on any device. A selected expert is
+    read once for 16 of its tokens.
     """
     # Imported late because other models need no kernels.
     from pallas_kernels import multiply_blocks_by_tensor_cores
@@ -279,9 +324,8 @@ def apply_experts_on_tensor_cores(
     both = both.reshape(*at.shape, 2, -1)
     if bias is not None:
         both += bias.at[expert].get(mode="clip")[:, None].astype(jnp.float32)
-    hidden = _compute_expert_activations(
-        both[..., 0, :], both[..., 1, :], shares.reshape(-1)[at, None], x.dtype, limit
-    )
+    hidden = activate(both[..., 0, :], both[..., 1, :]) * shares.reshape(-1)[at, None]
+    hidden = hidden.astype(x.dtype)
     out = multiply(hidden, of, *down).sum(axis=0).reshape(-1, x.shape[-1])
     # A gather of each token's rows: a scatter's sums would depend on the order of additions.
     place = jnp.arange(at.size, dtype=jnp.int32).reshape(at.shape)
@@ -334,14 +378,3 @@ def choose_block_rows(tokens: int, chosen: int, count: int) -> int:
     """Return the rows per block: mean tokens of an expert, rounded up to a power of two, 8 to 256, at most `tokens`."""
     share = -(-tokens * chosen // count)
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
-
-
-def _compute_expert_activations(
-    gate: Array, up: Array, share: Array, dtype: jnp.dtype, limit: float | None
-) -> Array:
-    """Return an expert's activations, SwiGLU or gpt-oss's clipped variant with a `limit`, times its weight `share`."""
-    # The expert's weight in the sum is applied before the down projection, where it costs least.
-    if limit is None:
-        return (jax.nn.silu(gate) * up * share).astype(dtype)
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return ((up + 1) * gate * jax.nn.sigmoid(_SLOPE * gate) * share).astype(dtype)

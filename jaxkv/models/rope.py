@@ -15,6 +15,7 @@ from jaxkv.models.values import (
     LongRope,
     Ministral3Rope,
     NoRope,
+    ProportionalRope,
     Rope,
     YarnRope,
     count_rotated_channels,
@@ -37,6 +38,9 @@ def compute_rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.
             plain = np.zeros_like(plain)
         case LinearRope():
             plain = plain / rope.factor
+        case ProportionalRope():
+            rotated = np.arange(dim // 2) < int(rope.rotated * dim // 2)
+            plain = np.where(rotated, plain / rope.factor, 0)
         case Llama3Rope():
             plain = _scale_llama3_frequencies(plain, rope)
         case YarnRope():

@@ -13,6 +13,8 @@ from jaxkv.models.decoder import Decoder, named_parameters
 Shape = tuple[int, ...]
 # Parameters of a mixture that transformers 5 calls alike in all families, if one tensor holds all experts.
 _FUSED = ("mlp.experts", "mlp.router")
+# Parameters whose tensors' names do not end in weight or bias.
+_BARE = ("attention.sink_logits", "multiplier", "mlp.factors", "mlp.router_norm.scale")
 # Parameters with the channels of rotated heads, besides keys.
 _ROTATED = tuple(
     f"attention.{each}" for each in ("q", "q_gain", "k_gain", "q_norm.scale", "k_norm.scale")
@@ -167,8 +169,8 @@ def _yield_parameter_sources(
         yield _make_latent_source(
             base.removeprefix("attention."), f"{prefix}self_attn", shape, config
         )
-    elif base == "attention.sink_logits":
-        yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
+    elif base in _BARE:
+        yield TensorSource(name=f"{prefix}{tensors[base]}", axes=(shape,))
     elif base == "mlp.xielu":
         for index, each in enumerate(("alpha_p", "alpha_n")):
             yield TensorSource(name=f"{prefix}mlp.act_fn.{each}", axes=((1,),), at=(index,))
@@ -195,9 +197,10 @@ def _yield_parameter_sources(
         if family == "falcon" and "_norm." in base and config.parallel and not config.shared_norm:
             # Two parallel norms of the same hidden states have different names from one norm or two sequential ones.
             held = ["ln_mlp" if base.startswith("mlp") else "ln_attn"]
-        for index, each in enumerate(held):
+        stacked = len(held) > 1
+        # Values from keys have no tensor.
+        for index, each in enumerate(held[: shape[0]] if stacked else held):
             name = f"{prefix}{each}.{kind}"
-            stacked = len(held) > 1
             source = (
                 _make_tensor_source(name, shape[1:], (index,))
                 if stacked
@@ -352,7 +355,7 @@ def _yield_expert_sources(
     """Yield the `TensorSource` objects of experts' gates and ups, or downs: of one tensor of all, or one of each."""
     called, *parts = tensors["mlp.experts"].split()
     down = base == "mlp.experts_down"
-    if fused or base in tensors:
+    if fused or base in tensors or not parts:
         stacked = f"{called}.{'down' if down else 'gate_up'}_proj"
         name = f"{tensors[base]}.weight" if base in tensors else stacked
         yield TensorSource(name=prefix + name, axes=(shape[:1], shape[1:-1], shape[-1:]))

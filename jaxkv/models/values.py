@@ -83,6 +83,24 @@ class NoRope(Rope):
 
 
 @frozen_dataclass
+class ProportionalRope(Rope):
+    """Static config of RoPE that rotates the pairs of highest frequency by the frequencies of a whole head (Gemma 4).
+
+    Attributes:
+        rotated: share of the pairs (i, i + D/2) that are rotated, from the first on; the order of channels is kept.
+        factor: divisor of all frequencies.
+    """
+
+    rotated: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        remedy = "give 1.0, or less to rotate a part of the pairs"
+        require(self.rotated <= 1, "rotated", self.rotated, remedy)
+
+
+@frozen_dataclass
 class LinearRope(Rope):
     """Static config of RoPE with position interpolation: positions divided by `factor` (arXiv:2306.15595)."""
 
@@ -281,6 +299,7 @@ class LayerSpec:
         dense_hidden: width of the dense MLP of a layer without experts in a model with experts; None for the model's
             own MLP.
         below: layers with a state that run before this one; they have no entries, and no number among the layers.
+        values_from_keys: values are unrotated keys, projected by one weight (Gemma 4).
     """
 
     rope: Rope = Rope()
@@ -289,6 +308,7 @@ class LayerSpec:
     softcap: float | None = None
     dense_hidden: int | None = None
     below: tuple[DeltaNetSpec, ...] = ()
+    values_from_keys: bool = False
 
     def __post_init__(self) -> None:
         check_number_fields(self)
@@ -297,6 +317,45 @@ class LayerSpec:
             if given is not None:
                 given = validate_int(name, given, "give 1 or more, or None")
             object.__setattr__(self, name, given)
+
+    def get_head_dim(self, usual: int) -> int:
+        """Return the channels of one of the layer's heads: `usual`, those of a model's heads."""
+        return usual
+
+    def get_entry_dim(self, usual: int) -> int:
+        """Return D of the layer: the channels of a key in one of its entries."""
+        return usual
+
+
+@frozen_dataclass
+class FoldedLayerSpec(LayerSpec):
+    """Static config of a sliding-window layer with another head dim, and with several heads in an entry (Gemma 4).
+
+    Tables of segments have one number of kv heads for all layers. All heads of a sliding window keep the same tokens,
+    so that several may fill one entry, side by side.
+
+    Attributes:
+        head_dim: channels of a head.
+        folded: J, the number of heads in an entry.
+    """
+
+    head_dim: int
+    folded: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        remedy = "heads share entries in sliding windows alone: give a width"
+        require(self.sliding_window is not None, "sliding_window", None, remedy)
+        remedy = "odd: rotary embeddings need an even one"
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, remedy)
+
+    def get_head_dim(self, usual: int) -> int:
+        """Return the channels of one of the layer's heads, whatever those of other layers."""
+        return self.head_dim
+
+    def get_entry_dim(self, usual: int) -> int:
+        """Return D of the layer: the channels of all heads in one of its entries."""
+        return self.folded * self.head_dim
 
 
 @frozen_dataclass
@@ -317,9 +376,11 @@ class ExpertsConfig:
         scale: factor of the chosen experts' weights.
         shared: width of the shared experts, one MLP that every token runs through; None for none.
         shared_gate: that MLP's output is multiplied by the sigmoid of a linear map (Qwen2-MoE).
+        own_norms: experts and the shared MLP each have norms before and after them, the router a norm, and each expert
+            a factor of its weight (Gemma 4).
         bias: the router and the experts' projections have biases (gpt-oss).
-        limit: None for silu(gate) * up. A number for gpt-oss' activation, (up + 1) * gate * sigmoid(1.702 * gate), with
-            gates clipped to at most `limit`, and ups to [-limit, limit].
+        limit: None for activation(gate) * up. A number for gpt-oss' (up + 1) * gate * sigmoid(1.702 * gate), with gates
+            clipped to at most `limit`, and ups to [-limit, limit].
     """
 
     count: int
@@ -334,6 +395,7 @@ class ExpertsConfig:
     scale: float = 1.0
     shared: int | None = None
     shared_gate: bool = False
+    own_norms: bool = False
     bias: bool = False
     limit: float | None = None
 

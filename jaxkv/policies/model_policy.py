@@ -78,9 +78,11 @@ def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Pol
     if not isinstance(budget, ByteBudget):
         return policy
     # Bytes of one entry in every kv head and layer; sliding-window layers hold their windows in addition.
-    row = config.kv_heads * parts.compute_entry_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
-    each = config.sliding_windows.count(None) * row
-    sliding_windows = sum(width or 0 for width in config.sliding_windows) * row
+    item = jnp.dtype(dtype).itemsize
+    sizes = [config.kv_heads * parts.compute_entry_bytes(dim, item) for dim in config.entry_dims]
+    widths = config.sliding_windows
+    each = sum(row for row, width in zip(sizes, widths, strict=True) if width is None)
+    sliding_windows = sum(row * (width or 0) for row, width in zip(sizes, widths, strict=True))
     beside = f" besides {sliding_windows:,} bytes of sliding windows" if sliding_windows else ""
     rows = (budget.value - sliding_windows) // each
     require(

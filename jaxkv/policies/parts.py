@@ -206,6 +206,13 @@ class Parts:
             offloaded = self.build_read_config(config.sliding_windows, 1).offloaded
             remedy = "not supported for models with layers that have a state: leave offload out"
             require(not offloaded, "policy", "entries in host memory", remedy)
+        if len(set(config.entry_dims)) > 1:
+            remedy = "layers of this model have entries of different sizes, and share no pool: use SnapKV or AdaKV"
+            require(not self.cache_layout.uses_shared_pool, "policy", self.layers, remedy)
+            remedy = (
+                "not supported for a model whose layers have entries of different sizes: use 'int8'"
+            )
+            require(not self.store.transformed, "store", self.store.__name__, remedy)
         if any(config.sliding_windows):
             self.require_fits_sliding_windows(config.sliding_windows)
         turns = self.rolling or self.needs.moments is not None

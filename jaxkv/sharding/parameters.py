@@ -98,7 +98,10 @@ def _supports_model_devices(config: ModelConfig, model: int) -> bool:
     """True if `model` devices can shard a model's kv heads, query heads, MLP and vocabulary evenly."""
     kv = math.gcd(config.kv_heads, model)
     # A shard of the groups of several kv heads would not be contiguous columns of the output projection.
-    split = kv == config.kv_heads and config.group_size % (model // kv) == 0
+    rep = model // kv
+    split = kv == config.kv_heads and config.group_size % rep == 0
+    # A device has all queries of some of the heads that share entries, or some of one's.
+    split &= config.heads_per_entry % rep == 0 or rep % config.heads_per_entry == 0
     states = all(each.key_heads % model == 0 for each in config.state_layers)
     widths = all(width % model == 0 for width in config.mlp_widths)
     return (kv == model or split) and widths and config.vocab % model == 0 and states

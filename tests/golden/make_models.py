@@ -65,6 +65,10 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -262,6 +266,8 @@ COHERE, COHERE2 = (CohereConfig, CohereForCausalLM), (Cohere2Config, Cohere2ForC
 GEMMA2 = (Gemma2Config, Gemma2ForCausalLM)
 GEMMA3, OLMO3 = (Gemma3TextConfig, Gemma3ForCausalLM), (Olmo3Config, Olmo3ForCausalLM)
 GEMMA3_IMAGES = (with_images, Gemma3ForConditionalGeneration)
+GEMMA4 = (Gemma4TextConfig, Gemma4ForCausalLM)
+GEMMA4_UNIFIED = (Gemma4UnifiedTextConfig, Gemma4UnifiedForCausalLM)
 GPT_OSS = (GptOssConfig, GptOssForCausalLM)
 APERTUS, ARCEE = (ApertusConfig, ApertusForCausalLM), (ArceeConfig, ArceeForCausalLM)
 ERNIE, EXAONE = (Ernie4_5Config, Ernie4_5ForCausalLM), (Exaone4Config, Exaone4ForCausalLM)
@@ -319,6 +325,22 @@ def falcon(query, **more):
     """Returns Falcon's fields for ``query`` query heads; it has no ``intermediate_size``, and would write it down."""
     own = {"intermediate_size": None, "ffn_hidden_size": 64, "rope_parameters": rope(10000.0)}
     return {"num_attention_heads": query, **own, **more}
+
+
+def gemma4(query, kv, **more):
+    """Returns Gemma 4's fields: heads of 16 channels in two layers with windows, of 32 around them."""
+    kinds = ("full_attention", "sliding_attention", "sliding_attention", "full_attention")
+    own = {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 12,
+        "layer_types": list(kinds),
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    }
+    return heads(query, kv, **own, **more)
 
 
 # Factors of 6 pairs of channels.
@@ -743,6 +765,23 @@ SPECS = {
             rope_parameters=MINISTRAL_YARN | {"partial_rotary_factor": 8 / 20},
         ),
     ),
+    # Two heads of a window in an entry; all of them; none, and a mixture.
+    "gemma4": (GEMMA4, gemma4(8, 4, num_global_key_value_heads=2, attention_k_eq_v=True)),
+    "gemma4_unified": (
+        GEMMA4_UNIFIED,
+        gemma4(8, 4, num_global_key_value_heads=1, attention_k_eq_v=True),
+    ),
+    "gemma4_moe": (
+        GEMMA4,
+        gemma4(
+            4,
+            2,
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=3,
+            moe_intermediate_size=24,
+        ),
+    ),
     "starcoder2": (
         STARCODER2,
         heads(6, 2, sliding_window=20, rope_parameters=rope(100000.0), tie_word_embeddings=True),
@@ -906,10 +945,13 @@ def randomise(model):
         Qwen3NextForCausalLM,
     )
     with torch.no_grad():
-        corrections = [each for each in model.named_buffers() if each[0].endswith("_bias")]
+        buffers = ("_bias", "layer_scalar")
+        corrections = [each for each in model.named_buffers() if each[0].endswith(buffers)]
         for name, parameter in [*model.named_parameters(), *corrections]:
             middle = 0.0 if isinstance(model, gemmas) and "linear_attn" not in name else 1.0
-            if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
+            if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+                parameter.copy_(0.6 + torch.rand_like(parameter))
+            elif ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
             elif name.endswith("A_log"):
                 # States that hold some tokens for long, and some for hardly one more.
