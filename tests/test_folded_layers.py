@@ -198,6 +198,7 @@ def test_keys_of_layers_are_those_of_published_files():
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256: .*E2B"),
         ({"num_kv_shared_layers": 20}, "num_kv_shared_layers=20: .*E2B"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ({"num_key_value_heads": 12}, "num_key_value_heads=12: give a divisor of 32"),
         ({"num_global_key_value_heads": 3}, "num_global_key_value_heads=3: give a divisor"),
         ({"per_layer_config": {"4": {"head_dim": 512}}}, "per_layer_config="),
         ({"layer_types": ["sliding_attention"] * 60}, "layer_types="),

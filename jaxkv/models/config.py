@@ -184,8 +184,10 @@ class ModelConfig:
         yield "shared_norm", shared, remedy
         serial = not (self.parallel and self.block_multiplier)
         yield "block_multiplier", serial, "not supported in parallel blocks: omit it"
-        folded = self.heads_per_entry
-        fits = folded == 1 or not (self.group_size % folded or self.has_qk_gains or self.latent)
+        folded, group = self.heads_per_entry, self.group_size
+        # Of one device the queries may be a part of those of a head.
+        whole = group % folded == 0 or folded % group == 0
+        fits = folded == 1 or (whole and not self.has_qk_gains and self.latent is None)
         remedy = (
             f"{folded} heads share an entry: give heads as a multiple of {folded * self.kv_heads}, "
             "without latent, qk_norm_wide and qk_layer_norm"

@@ -258,9 +258,10 @@ def _read_global_heads(config: Config, sliding: Sequence[bool]) -> dict[str, int
     alike = all(each == own for each in others) and own.keys() <= {*names}
     require(alike, "per_layer_config", given, remedy)
     dim, heads = (validate_int(name, own.get(name, config[name])) for name in names)
-    divides = config["num_key_value_heads"] % heads == 0
-    remedy = f"give a divisor of num_key_value_heads={config['num_key_value_heads']}"
-    require(divides, "num_global_key_value_heads", heads, remedy)
+    local, query = config["num_key_value_heads"], config["num_attention_heads"]
+    require(query % local == 0, "num_key_value_heads", local, f"give a divisor of {query}")
+    remedy = f"give a divisor of num_key_value_heads={local}"
+    require(local % heads == 0, "num_global_key_value_heads", heads, remedy)
     return {"kv_heads": heads, "head_dim": dim}
 
 
