@@ -264,7 +264,7 @@ class PrefillBytes:
                 + chosen * scores
             )
         # Entries and scores of layers that wait for a second pass before packing, plus the pools of packed layers.
-        waiting = range(index, layers if parts.needs.replay is not None else index)
+        waiting = range(index, index + (layers - index) * (parts.needs.replay is not None))
         return sum(self.pool_bytes[:index]) + sum(
             self._count_layer_bytes(each) + self._compute_array_bytes(4) for each in waiting
         )

@@ -299,7 +299,7 @@ class LayerSpec:
         dense_hidden: width of the dense MLP of a layer without experts in a model with experts; None for the model's
             own MLP.
         below: layers with a state that run before this one; they have no entries, and no number among the layers.
-        values_from_keys: values are unrotated keys, projected by one weight (Gemma 4).
+        values_from_keys: values are projected by the weight of keys (Gemma 4).
     """
 
     rope: Rope = Rope()
@@ -350,7 +350,7 @@ class FoldedLayerSpec(LayerSpec):
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, remedy)
 
     def get_head_dim(self, usual: int) -> int:
-        """Return the channels of one of the layer's heads, whatever those of other layers."""
+        """Return the channels of one of the layer's heads; `usual` is not read."""
         return self.head_dim
 
     def get_entry_dim(self, usual: int) -> int:
