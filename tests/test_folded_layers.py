@@ -28,7 +28,6 @@ from jaxkv.models.values import (
 )
 from jaxkv.planning.catalog import catalog
 from jaxkv.policies.scorer import Needs
-from jaxkv.testing import check_policy
 
 WINDOW = 12
 # Windows of 4 heads of 8 channels, 2 in an entry; between them 2 heads of 16 channels.
@@ -68,8 +67,22 @@ def model_of(config=CONFIG):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.values(), KVZIP], ids=[*POLICIES, "kvzip"])
-def test_policies_keep_their_promises(policy):
-    check_policy(policy, model=model_of())
+def test_a_batch_keeps_and_answers_as_its_sequences_alone(policy):
+    """Windows keep their last tokens, other layers the policy's; bytes are as planned."""
+    model, ids = model_of(), tiny.prompts(3, LENGTHS)
+    cache, _, needed = tiny.run(model, ids, policy)
+    assert cache.nbytes == needed.cache_bytes
+    session = jaxkv.Session(model, policy)
+    cache, alone = (session.prefill(each, new=NEW) for each in (ids, ids[1:2]))
+    for at, head in np.ndindex(4, 2):
+        assert cache.positions(at, head)[1].tolist() == alone.positions(at, head)[0].tolist()
+        if at % 2 == 0:
+            last = [[*range(length - WINDOW, length)] for length in LENGTHS]
+            assert [each.tolist() for each in cache.positions(at, head)] == last
+    if policy.composed.read.reads_all_entries:
+        assert (cache.kept[1::2].sum(axis=(0, 2)) == 2 * 2 * 16).all()
+    tokens, own = (session.sample(each, NEW)[1] for each in (cache, alone))
+    assert tokens[1].tolist() == own[0].tolist()
 
 
 @pytest.mark.parametrize("name", ["adakv", "d2o"])
