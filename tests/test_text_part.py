@@ -122,10 +122,10 @@ def test_a_prompt_of_text_fits_a_plan(tmp_path):
     [
         ({"top": {"text_config": None}}, "^text_config="),
         ({"text": {"model_type": "gemma2"}}, "^text_config.model_type="),
-        ({"top": {"audio_config": {}}}, "audio_config"),
+        ({"top": {"depth_config": {}}}, "depth_config"),
         (
-            {"renamed": lambda name: name.replace("vision_tower", "audio_tower")},
-            "^weights=.*audio_tower",
+            {"renamed": lambda name: name.replace("vision_tower", "depth_tower")},
+            "^weights=.*depth_tower",
         ),
         (
             {"renamed": lambda name: name.replace("language_model.model.norm", "norm")},
