@@ -25,6 +25,7 @@ GRANITE_8B, OLMO2_7B, GLM4_9B, COMMAND_R, GEMMA_7B = (
 )
 # Keys without which a class has no valid config, or no dense layer.
 NEEDED = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8},
     "glm4_moe": {"head_dim": 128},
     "dots1": {

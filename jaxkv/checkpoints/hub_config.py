@@ -173,6 +173,8 @@ def _list_missing_keys(config: Config) -> list[str]:
 def _get_default_values(config: Config, missing: list[str]) -> dict[str, Any]:
     """Return the values of absent config keys, by key, from transformers' config class of the family."""
     usual = _build_transformers_config(config)
+    # Keys that the config also gives for single layers are those of all other layers.
+    usual.allow_global_per_layer_attribute_access = True
     local, rope = (usual.rope_parameters.get(key, usual.rope_parameters) for key in LAYER_TYPES)
     values = {
         "rope_theta": rope["rope_theta"],

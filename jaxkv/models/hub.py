@@ -126,8 +126,10 @@ def _read_experts(config: Config) -> ExpertsConfig | None:
             alike = isinstance(value, list) and len(set(value)) == 1
             found[field] = check(name, value[0] if alike else value)
     # A Gemma 4 says whether it has any.
-    if "count" not in found or config.get("enable_moe_block") is False:
+    mixed = config.get("enable_moe_block", "count" in found)
+    if not mixed:
         return None
+    require("count" in found, "num_experts", None, "enable_moe_block=true needs their number")
     if config.get("topk_method") == "greedy":
         # DeepSeek V2-Lite names groups, and chooses among all experts.
         found |= {"groups": 1, "chosen_groups": 1}
