@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import dataclasses
 import functools
 import json
 import shutil
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import running
+import tiny
 from flax import nnx
 from gguf_files import layer_shapes, numbers_of, write
 from orbax_cases import MODELS, assert_same
@@ -390,7 +392,10 @@ def test_experts_of_more_tokens_than_experts_are_multiplied_in_blocks(as_on_a_gp
     """Blocks of 16 vectors for gates and ups, and for downs; the outputs are XLA's loop's to bfloat16's precision."""
     kind, rng = jax.numpy.dtype("bfloat16"), np.random.default_rng(bits)
     weights = jax.numpy.dtype("int8") if bits == 8 else kind
-    mixture = MixtureMLP(64, 32, ExpertsConfig(count=4, chosen=2), dtype=kind, weights=weights)
+    config = dataclasses.replace(
+        tiny.TWO_LAYERS, embed=64, hidden=32, experts=ExpertsConfig(count=4, chosen=2)
+    )
+    mixture = MixtureMLP(config, dtype=kind, weights=weights)
     for name, empty in nnx.to_pure_dict(nnx.state(mixture)).items():
         codes = empty.dtype == "int8"
         made = rng.integers(-9, 9, empty.shape) if codes else rng.uniform(0.01, 0.02, empty.shape)
