@@ -30,8 +30,9 @@ from jaxkv.checkpoints import (
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.machine import hosts, memory
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, SplitDecoder, named_parameters
+from jaxkv.models.decoder import Decoder, named_parameters
 from jaxkv.models.sources import TensorSource, map_parameter_sources
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.models.values import check_weight_format
 from jaxkv.models.weights import read_parameter, read_quantised_weight
 from jaxkv.sharding.mesh import ShardingMesh, move_to_sharding

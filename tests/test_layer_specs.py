@@ -10,8 +10,9 @@ from meshes import mesh_of, model_of
 import jaxkv
 from jaxkv.engine import token_loop
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.decoder import SplitDecoder, named_parameters
+from jaxkv.models.decoder import named_parameters
 from jaxkv.models.rope import compute_rope_frequencies
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.models.values import LayerSpec, NoRope, Rope
 
 KINDS = (LayerSpec(), LayerSpec(rope=Rope(theta=40.0), scale=0.6))

@@ -28,7 +28,7 @@ from jaxkv.attention.xla import exact_einsum
 from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
-from jaxkv.models.decoder import DecoderGraphs, Leaves
+from jaxkv.models.split_decoder import DecoderGraphs, Leaves
 from jaxkv.policies import AdaKV, SnapKV
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import resolve_policy

@@ -17,7 +17,7 @@ from jaxkv.engine.lengths import query_buffer_size
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.spec import create_decode_spec, create_selection_state
-from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.models.states import DeltaState
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.reads import FilteredReads, LayerReadConfig, count_attended_prompt_tokens

@@ -21,7 +21,7 @@ from jaxkv.engine.residual import (
 )
 from jaxkv.engine.sparse import create_new_tokens
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.decoder import Leaves, SplitDecoder
+from jaxkv.models.split_decoder import Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
 from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit

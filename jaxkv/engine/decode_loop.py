@@ -18,7 +18,7 @@ from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.sampling import Sampler, make_end_id_table
 from jaxkv.engine.sampling_extras import create_extras
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.policies.reads import LayerReadConfig
 from jaxkv.sharding.mesh import copy_to_host, place_host_array
 

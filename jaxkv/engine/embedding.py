@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation, get_attention_backend
-from jaxkv.models.decoder import DecoderGraphs, Leaves
+from jaxkv.models.split_decoder import DecoderGraphs, Leaves
 from jaxkv.sharding.sharded_program import sharded_jit
 
 

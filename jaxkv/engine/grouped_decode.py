@@ -19,7 +19,7 @@ from jaxkv.engine.layers.step import StepState
 from jaxkv.engine.residual import ResidualStream
 from jaxkv.engine.sparse import SelectedPositions, create_new_tokens
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
+from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
 from jaxkv.sharding.sharded_program import sharded_jit
 

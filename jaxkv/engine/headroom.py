@@ -14,7 +14,7 @@ from jaxkv.engine.plan import bound_segment_length
 from jaxkv.engine.recompress import count_entries_over_limit, find_due_sequences, recompress
 from jaxkv.machine import hosts, memory
 from jaxkv.models.config import SlidingWindows
-from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.mesh import copy_to_host, count_padding_sequences
 

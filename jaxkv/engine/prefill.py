@@ -37,8 +37,8 @@ from jaxkv.engine.replay import PaddedPrompts, compute_peak_attention
 from jaxkv.engine.selection import Candidates, compute_entry_limits
 from jaxkv.engine.spec import create_selection_state, get_gate_weights
 from jaxkv.engine.tokens import compute_angles_by_rope
-from jaxkv.models.decoder import SplitDecoder
 from jaxkv.models.rope import RopeTables
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.models.states import DeltaState
 from jaxkv.models.values import Rope
 from jaxkv.policies.policy import Policy

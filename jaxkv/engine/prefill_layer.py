@@ -19,8 +19,9 @@ from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 from jaxkv.engine.lengths import QUERY_BLOCK, choose_block_size, choose_prefill_block_size
 from jaxkv.engine.moments import compute_prompt_query_moments, sum_attention_in_blocks
 from jaxkv.engine.segments import restrict_to_window
-from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves
+from jaxkv.models.blocks import DecoderBlock
 from jaxkv.models.rope import RopeTables
+from jaxkv.models.split_decoder import DecoderGraphs, Leaves
 from jaxkv.models.states import DeltaState
 from jaxkv.policies.scorer import ExtraInputs, Needs
 from jaxkv.sharding.collectives import average_over_devices

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv.engine.embedding import compute_logits
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.sampling_extras import ScoredToken, score_tokens
-from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.sharding.mesh import copy_to_host
 
 # Tokens whose logits exist at the same time; padded lengths above it are multiples of it.

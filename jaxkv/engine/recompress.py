@@ -34,8 +34,8 @@ from jaxkv.engine.progress import run_generator
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.selection import Candidates, compute_entry_limits, keep_last_entries
 from jaxkv.models.config import SlidingWindows
-from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.rope import zero_rotated_channels
+from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.head_budgets import HeadBudgets, get_device_capacity, multiply_rounding_down
 from jaxkv.policies.parts import DecodingCompressionConfig, Parts

@@ -22,9 +22,10 @@ from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.layers.sliding_window import attend_sliding_window
 from jaxkv.engine.prefill_layer import LayerOut, advance_states
 from jaxkv.engine.progress import Walk
+from jaxkv.models.blocks import DecoderBlock
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.rope import compute_rope_tables
+from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
 from jaxkv.policies.scorer import PromptReplay
 from jaxkv.sharding.mesh import get_array_sharding, place_host_array

@@ -8,8 +8,10 @@ from jaxtyping import Array, Float
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.decoder import DecoderBlock, EmbeddingAndHead, Leaves
+from jaxkv.models.blocks import DecoderBlock
+from jaxkv.models.decoder import EmbeddingAndHead
 from jaxkv.models.layers import RMSNorm, apply_linear, apply_linear_split_k
+from jaxkv.models.split_decoder import Leaves
 from jaxkv.sharding.mesh import ShardingMesh
 
 # Rows of a tensor core tile in 16 bits.

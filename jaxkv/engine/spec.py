@@ -25,7 +25,7 @@ from jaxkv.engine.layers.terms import DecodeAttentionConfig
 from jaxkv.engine.plan import bound_segment_length
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
+from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.layer_budgets import UniformLayers
 from jaxkv.policies.parts import Parts

@@ -19,7 +19,7 @@ from jaxkv.engine.decode import run_decode_step, run_new_tokens
 from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
 from jaxkv.engine.sampling_extras import SampledLogprobs, SamplingExtras, concatenate_logprobs
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.decoder import Leaves, SplitDecoder
+from jaxkv.models.split_decoder import Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
 from jaxkv.sharding.collectives import all_gather_shards, count_flags_over_mesh, get_shard_offset
 from jaxkv.sharding.mesh import (

@@ -17,7 +17,7 @@ from jaxkv.engine.prefill import PrefillLayerSource, prefill_layers
 from jaxkv.engine.progress import run_generator
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.spec import create_cache_spec
-from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.record import RecordedCall, record_program_calls
 

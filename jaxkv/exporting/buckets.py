@@ -22,7 +22,7 @@ from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.spec import create_decode_spec
 from jaxkv.exporting.exported_programs import BucketSpec
 from jaxkv.models.config import SlidingWindows
-from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 

@@ -23,7 +23,7 @@ from jaxkv.engine.prefill import PrefillLayerSource, prefill_layers
 from jaxkv.engine.progress import run_generator
 from jaxkv.engine.recompress import FixedSizes, recompress
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.decoder import Leaves, SplitDecoder
+from jaxkv.models.split_decoder import Leaves, SplitDecoder
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit

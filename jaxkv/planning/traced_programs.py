@@ -19,7 +19,8 @@ from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.sampling import GREEDY
 from jaxkv.engine.traced import TracedPrefill, trace_prefill, trace_token_loop
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, SplitDecoder
+from jaxkv.models.decoder import Decoder
+from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.parameters import get_parameter_spec

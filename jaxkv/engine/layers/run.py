@@ -13,7 +13,8 @@ from jaxkv.engine.residual import ResidualStream
 from jaxkv.engine.sparse import SelectedPositions
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.engine.tokens import compute_step_angles
-from jaxkv.models.decoder import DecoderBlock, Leaves
+from jaxkv.models.blocks import DecoderBlock
+from jaxkv.models.split_decoder import Leaves
 
 
 def run_layers(
