@@ -50,7 +50,7 @@ def folder(tmp_path, *, config=None, tensors=None):
 
 
 @contextlib.contextmanager
-def refused(message, *, kind=ValueError, model=None, cache=None):
+def rejected(message, *, kind=ValueError, model=None, cache=None):
     """The error comes and says so; a cache given to the failing call has not changed, nor gone, and still answers."""
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
     with pytest.raises(kind, match=message):
@@ -70,9 +70,9 @@ def refused(message, *, kind=ValueError, model=None, cache=None):
 
 @pytest.mark.parametrize("name", ["no-such-model", "", "~nobody-has-this-home/model"])
 def test_a_model_that_is_not_there(name):
-    with refused("^name_or_path="):
+    with rejected("^name_or_path="):
         jaxkv.load(name)
-    with refused("^model="):
+    with rejected("^model="):
         jaxkv.plan(name, gpus="h100", context=64)
 
 
@@ -87,7 +87,7 @@ def test_quantised_checkpoints_are_named_as_such(tmp_path, inside):
         (copy / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
     named = "compressed-tensors" if inside else "modelopt"
     for use in (jaxkv.load, lambda path: jaxkv.plan(path, gpus="h100x1", context=64)):
-        with refused(f"^quantization_config.*{named}"):
+        with rejected(f"^quantization_config.*{named}"):
             use(copy)
 
 
@@ -117,12 +117,12 @@ def holed(name, value):
     ids=["missing", "extra", "transposed", "nan", "nan in a half"],
 )
 def test_weights_that_do_not_fit(tmp_path, tensors, named):
-    with refused(named):
+    with rejected(named):
         jaxkv.load(folder(tmp_path, tensors=tensors()))
 
 
 def test_weights_too_large_for_the_dtype(tmp_path):
-    with refused("weights=.*infinity: .*a wider dtype"), np.errstate(over="ignore"):
+    with rejected("weights=.*infinity: .*a wider dtype"), np.errstate(over="ignore"):
         jaxkv.load(folder(tmp_path, tensors=holed(DOWN, 1e6)), dtype="float16")
 
 
@@ -132,7 +132,7 @@ def test_weights_too_large_for_the_dtype(tmp_path):
 def test_a_ratio_below_the_window_names_the_prompt(model):
     rows = [ids(60), ids(34, 1), ids(8, 2)]
     policy = jaxkv.SnapKV(budget=0.25, window=8, min_budget="raise")
-    with refused(r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 entries"):
+    with rejected(r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 entries"):
         jaxkv.prefill(model, rows, policy=policy)
     policy = jaxkv.SnapKV(budget=0.25, window=8)
     out = jaxkv.generate(model, rows, policy=policy, max_new_tokens=1)
@@ -146,7 +146,7 @@ def test_a_ratio_below_the_window_names_the_prompt(model):
 def test_protected_spans_beyond_the_budget(model):
     given = {"window": 4, "protect": ((0, 8), (5, 18)), "min_budget": "raise"}
     for budget in (16, 0.4):
-        with refused(f"budget={budget}: prompt 0 .* keeps 16 entries, .*protected spans take 22"):
+        with rejected(f"budget={budget}: prompt 0 .* keeps 16 entries, .*protected spans take 22"):
             jaxkv.prefill(model, ids(40), policy=jaxkv.SnapKV(budget=budget, **given))
 
 
@@ -170,16 +170,16 @@ def test_protected_spans_beyond_the_budget(model):
     ],
 )
 def test_prompts(model, cache, prompt, kind):
-    with refused("^prompt=", kind=kind):
+    with rejected("^prompt=", kind=kind):
         jaxkv.prefill(model, prompt, policy=POLICY)
-    with refused("^prompt=", kind=kind, model=model, cache=cache):
+    with rejected("^prompt=", kind=kind, model=model, cache=cache):
         jaxkv.generate(model, prompt, cache=cache, max_new_tokens=NEW)
 
 
 def test_over_long_with_new_tokens_and_what_was_seen(model, cache):
-    with refused("prompt='129 tokens.*lower max_new_tokens"):
+    with rejected("prompt='129 tokens.*lower max_new_tokens"):
         jaxkv.generate(model, ids(125), max_new_tokens=NEW)
-    with refused("prompt='129 tokens.*lower max_new_tokens", model=model, cache=cache):
+    with rejected("prompt='129 tokens.*lower max_new_tokens", model=model, cache=cache):
         jaxkv.generate(model, ids(80), cache=cache, max_new_tokens=9)
     assert len(jaxkv.generate(model, ids(124), max_new_tokens=NEW, stop_at_eos=False).tokens) == NEW
 
@@ -196,7 +196,7 @@ def test_over_long_with_new_tokens_and_what_was_seen(model, cache):
 )
 def test_texts_and_messages(prompt):
     for call in (jaxkv.prefill, jaxkv.generate):
-        with refused("^prompt="):
+        with rejected("^prompt="):
             call(running.smollm2(), prompt)
 
 
@@ -216,7 +216,7 @@ def test_texts_and_messages(prompt):
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls(model, cache, options, stream):
     named = "key" if "sampling" in options else next(iter(options))
-    with refused(f"^{named}=", model=model, cache=cache):
+    with rejected(f"^{named}=", model=model, cache=cache):
         jaxkv.generate(model, ids(5), cache=cache, stream=stream, **options)
 
 
@@ -225,17 +225,17 @@ def test_a_cache_of_another_model(tmp_path, model, cache):
         folder(tmp_path, tensors=holed(EMBEDDING, 0.5) | holed("model.norm.weight", 0.5))
     )
     assert other.config == model.config
-    with refused("^cache=.*another model"):
+    with rejected("^cache=.*another model"):
         jaxkv.generate(other, ids(5), cache=cache)
     qwen = jaxkv.load(FOLDER.parent / "qwen3")
-    with refused("cache=.*another model than .*qwen3", model=model, cache=cache):
+    with rejected("cache=.*another model than .*qwen3", model=model, cache=cache):
         jaxkv.generate(qwen, ids(5), cache=cache)
 
 
 def test_as_many_prompts_as_the_cache_holds(model):
     two = jaxkv.prefill(model, [ids(40), ids(34, 1)], policy=POLICY)
     for count in (1, 3):
-        with refused(f"prompt='{count} prompts'"):
+        with rejected(f"prompt='{count} prompts'"):
             jaxkv.generate(model, [ids(5)] * count, cache=two, max_new_tokens=NEW)
     # The cache is as it was: both rows answer.
     out = jaxkv.generate(model, [ids(5)] * 2, cache=two, max_new_tokens=NEW, stop_at_eos=False)

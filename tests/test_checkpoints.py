@@ -302,7 +302,7 @@ def test_gguf_rope_scaling(tmp_path):
         open_checkpoint(write_gguf(tmp_path / "c.gguf", extra_tensors=strange))
 
 
-def test_gguf_refusals(tmp_path):
+def test_rejected_ggufs(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", arch="gemma3n")
     with pytest.raises(ValueError, match="general.architecture='gemma3n'"):
         open_checkpoint(path)

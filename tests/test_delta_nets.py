@@ -137,13 +137,13 @@ def test_a_question_and_steps_carry_the_state_on():
 def test_an_empty_state_is_zero_and_a_sequence_without_tokens_keeps_its_own():
     session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV())
     cache = session.prefill(tiny.prompts(3, (9, 20)))
-    _, drawn = session.sample(cache, 5, eos=())
-    first = int(drawn[0, 1])
+    _, sampled = session.sample(cache, 5, eos=())
+    first = int(sampled[0, 1])
     after, _ = session.sample(cache, 5, eos=(first,))
     kept = np.asarray(after.seen) - np.asarray(cache.seen)
     assert kept[0] < 5
     again = session.prefill([[*ids, *row[:n]] for ids, row, n in zip(
-        tiny.prompts(3, (9, 20)), drawn.tolist(), kept, strict=True)])  # fmt: skip
+        tiny.prompts(3, (9, 20)), sampled.tolist(), kept, strict=True)])  # fmt: skip
     for ours, want in zip(states(after), states(again), strict=True):
         assert np.abs(ours - want).max() < 2e-4 * np.abs(want).max()
     empty = DeltaState.make_empty(SPEC, 2, HEADS)

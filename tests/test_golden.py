@@ -97,7 +97,7 @@ def test_dtype_is_honoured(name, dtype, bits):
     assert running.greedy(model, cache, 4).shape == (2, 4)
 
 
-def test_dtype_defaults_to_float32_here_and_others_are_refused():
+def test_dtype_defaults_to_float32_here_and_others_are_rejected():
     folder = running.GOLDEN / "models" / "llama_bf16"
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     assert jaxkv.load(folder, progress=False).dtype == np.float32

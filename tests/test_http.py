@@ -272,7 +272,7 @@ def test_documents(client):
     found = client.post(TEXTS, json={"prompt": "who?", **asked}).json()["choices"][0]["text"]
     assert found == jaxkv.generate(lettered.tiny(), "who?", **options).text
     system = [{"role": "system", "content": "be brief"}, *question]
-    assert refused(client, CHATS, {"messages": system, **asked})["param"] == "messages"
+    assert rejected(client, CHATS, {"messages": system, **asked})["param"] == "messages"
     gone = {"id": made["id"], "object": "document", "deleted": True}
     assert client.delete(page).json() == gone
     body = {"messages": question, **asked}
@@ -315,7 +315,7 @@ REFUSED = [
 ]
 
 
-def refused(client, path, body):
+def rejected(client, path, body):
     """The error of a body that is rejected with status 400."""
     content = body if isinstance(body, bytes) else json.dumps(body)
     response = client.post(path, content=content, headers={"content-type": "application/json"})
@@ -329,7 +329,7 @@ def refused(client, path, body):
 def test_what_cannot_be_is_refused_by_name(client):
     for path, body, param in REFUSED:
         given = {"messages": CHAT, **body} if path == CHATS else body
-        assert refused(client, path, given)["param"] == param, body
+        assert rejected(client, path, given)["param"] == param, body
 
 
 def test_prompts_that_are_too_long_have_their_own_code(client):
@@ -340,7 +340,7 @@ def test_prompts_that_are_too_long_have_their_own_code(client):
         (CHATS, {"messages": chat}),
         (DOCUMENTS, {"text": long}),
     ):
-        error = refused(client, path, body)
+        error = rejected(client, path, body)
         assert (error["param"], error["code"]) == (next(iter(body)), "context_length_exceeded")
         assert "64" in error["message"] and re.search("6[5-9]", error["message"])
 
@@ -373,7 +373,7 @@ def test_fields_that_ask_for_nothing_are_taken(client, path, said):
 
 @pytest.mark.parametrize("content", [b'{"prompt": NaN}', b'{"a"', b"\xff\xfe", b"[]", b"[" * 3999])
 def test_bodies_that_are_none(client, content):
-    refused(client, TEXTS, content)
+    rejected(client, TEXTS, content)
 
 
 def test_bodies_that_are_too_long(client):

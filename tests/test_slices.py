@@ -177,7 +177,7 @@ for path in large:
     del model
 model = jaxkv.load(source, mesh=mesh)
 options = {"max_new_tokens": 2, "stop_at_eos": False, "progress": False}
-told["drawn"] = jaxkv.generate(model, [[5, 9, 2], [7, 1, 30, 4]], **options).stats.new_tokens
+told["sampled"] = jaxkv.generate(model, [[5, 9, 2], [7, 1, 30, 4]], **options).stats.new_tokens
 print(json.dumps(told))
 jax.distributed.shutdown()
 """
@@ -250,7 +250,7 @@ def test_two_processes_read_half_each_and_hold_no_more(tmp_path):
     assert [process.returncode for process in processes] == [0, 0]
     for out in outputs:
         told = json.loads(out.splitlines()[-1])  # behind what gloo says
-        assert told["fingerprint"] == expected and told["drawn"] == 4
+        assert told["fingerprint"] == expected and told["sampled"] == 4
         assert told["read"] == {
             name: size if "norm" in name else size // 2 for name, size in sizes.items()
         }

@@ -75,11 +75,11 @@ def test_saved_caches_and_questions(name, tmp_path):
     split.save(tmp_path / "cache")
     loaded = jaxkv.load_cache(tmp_path / "cache", model)
     asked = [[5, 9, 33], [4]]
-    drawn = [
+    sampled = [
         session.sample(session.extend(each, asked, new=NEW), NEW)[1].tolist()
         for each in (cache, loaded, cache)
     ]
-    assert drawn[0] == drawn[1] == drawn[2]
+    assert sampled[0] == sampled[1] == sampled[2]
     for ours, theirs in zip(states(cache), states(loaded), strict=True):
         assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
 
@@ -147,7 +147,7 @@ def test_a_conversation_reuses_states():
             assert (reused > 0) == (turn > 0)
 
 
-def test_what_needs_other_layers_is_refused(tmp_path):
+def test_what_needs_other_layers_is_rejected(tmp_path):
     model = tiny.tiny(SHORT)
     with pytest.raises(ValueError, match="layers that have a state"):
         jaxkv.Session(model, jaxkv.OmniKV(filter_layers=(0,), budget=24, adjacent=0, offload=True))

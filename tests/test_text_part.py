@@ -133,6 +133,6 @@ def test_a_prompt_of_text_fits_a_plan(tmp_path):
         ),
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path, change, match):
+def test_what_is_not_known_is_rejected(tmp_path, change, match):
     with pytest.raises(ValueError, match=match):
         jaxkv.load(changed(tmp_path, **change))

@@ -321,13 +321,15 @@ def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
         == scales.sharding.shard_shape(scales.shape)
         != scales.shape
     )
-    drawn = [[one.tokens for one in jaxkv.generate(each, ROWS, **DRAWN)] for each in (there, plain)]
-    np.testing.assert_array_equal(*map(np.asarray, drawn))
+    sampled = [
+        [one.tokens for one in jaxkv.generate(each, ROWS, **DRAWN)] for each in (there, plain)
+    ]
+    np.testing.assert_array_equal(*map(np.asarray, sampled))
 
 
 def test_kernels_multiply_codes():
     """Fused steps, interpreted, sample XLA's tokens."""
-    drawn = [
+    sampled = [
         [
             one.tokens
             for one in jaxkv.generate(
@@ -336,7 +338,7 @@ def test_kernels_multiply_codes():
         ]
         for each in ("pallas", "xla")
     ]
-    np.testing.assert_array_equal(*map(np.asarray, drawn))
+    np.testing.assert_array_equal(*map(np.asarray, sampled))
 
 
 @pytest.fixture
@@ -432,14 +434,14 @@ def test_gpus_that_triton_does_not_compile_for_widen_codes(monkeypatch):
 
 @pytest.mark.usefixtures("as_users_call")
 @pytest.mark.parametrize("given", ["int2", 8])
-def test_other_bits_are_refused(given):
+def test_other_bits_are_rejected(given):
     with pytest.raises((ValueError, TypeError), match="weights="):
         jaxkv.load(MODELS / "llama_gqa8", weights=given)
     with pytest.raises((ValueError, TypeError), match="weights="):
         jaxkv.plan("llama-3.1-8b", context=4096, weights=given)
 
 
-def test_rows_that_are_no_whole_groups_are_refused():
+def test_rows_that_are_no_whole_groups_are_rejected():
     with pytest.raises(ValueError, match="weights='int4': rows of 48 elements"):
         jaxkv.load(MODELS / "llama_gqa8", weights="int4", progress=False)
     mesh = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4])
@@ -453,7 +455,7 @@ def test_rows_that_are_no_whole_groups_are_refused():
         jaxkv.plan(config, gpus="h100x4", context=64, new=4, weights="int4")
 
 
-def test_what_codes_cannot_be_is_refused(tmp_path):
+def test_what_codes_cannot_be_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"weights=\['.*down_proj.weight'\]: .*NaN or infinity"):
         jaxkv.load(folder(tmp_path, tensors=holed(DOWN, np.nan)), weights="int8")
     model = narrow("llama_gqa8")
