@@ -35,9 +35,10 @@ from jaxkv.planning.named import find_accelerator
 from jaxkv.planning.traced_programs import select_largest_calls, trace_planned_loop
 from jaxkv.planning.worker import compile_traced_program, prepare_trace_inputs
 
-# Kernels by the beginnings of their names. JAX's splash attention spills on TPUs, and may.
-NAMES = ("ragged_", "compact", "add_norm", "multiply_", "replace_rows", "evict_rows")
-NAMES += ("flash_prefill", "column_sums", "window", "tpu_", "splash")
+# Kernels by the beginnings of their names, which no fusion of XLA's has.
+# JAX's splash attention spills on TPUs, and may.
+NAMES = ("ragged_", "compact", "add_norm", "multiply_blocks", "multiply_codes")
+NAMES += ("replace_rows", "evict_rows", "flash_prefill", "column_sums", "window_", "tpu_", "splash")
 # Dtypes as HLO names them.
 DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "s32", "int8": "s8"}
 # A TPU kernel's last bundles, and the instructions in them that write or read spilled vectors.
