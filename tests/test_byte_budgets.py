@@ -86,8 +86,9 @@ def test_caches_take_no_more(policy):
     session = jaxkv.Session(tiny.tiny(CONFIG), made)
     rows = session.policy.budget
     cache = session.prefill(tiny.prompts(3, (90, rows // 2)))
-    kept = np.asarray(cache.kept).sum(axis=(0, 2)) * cache.pool_row_bytes
-    assert 12_000 - 6 * cache.pool_row_bytes < kept[0] <= 12_000 and kept[1] <= kept[0]
+    row = cache.headroom_nbytes((1,) * CONFIG.layers) // (CONFIG.layers * CONFIG.kv_heads)
+    kept = np.asarray(cache.kept).sum(axis=(0, 2)) * row
+    assert 12_000 - 6 * row < kept[0] <= 12_000 and kept[1] <= kept[0]
 
 
 def test_spellings_are_one():

@@ -161,7 +161,7 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
         np.testing.assert_array_equal(pos, its_pos)
         for ours, theirs in ((k, its_k), (v, its_v)):
             assert np.abs(ours - theirs).max(initial=0) <= np.abs(theirs).max(initial=0) / 7
-    assert cache.pool_row_bytes < dense.pool_row_bytes and (session.sample(cache, 8)[1] >= 0).all()
+    assert cache.entry_bytes < dense.entry_bytes and (session.sample(cache, 8)[1] >= 0).all()
 
 
 def test_meshes_draw_the_same():

@@ -10,13 +10,17 @@ from meshes import mesh_of, prompts
 from policy_table import REPEATED
 from test_delta_nets import SHAPE, SPEC, states
 from test_prefix_cache import ANSWER, LIMITS, turns
+from test_serving_room import LIMITS as ROOM
+from test_serving_room import allocated
 
 import jaxkv
 from jaxkv.engine.headroom import compute_prefill_headroom
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.machine import memory
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.wrapper import replace_policy_budget
 from jaxkv.serving.prefix_cache import PrefixCache, PrefixOwner
+from jaxkv.serving.slot_memory import count_fitting_slots
 
 LENGTHS, NEW = (61, 37, 50, 44), 10
 # A layer with entries above one with a state and one of its own: what more of them prove is seen in test_delta_nets.
@@ -111,6 +115,22 @@ def test_budgets_and_bytes_count_layers_with_entries_alone():
         planned.cache_bytes - plan_prefill(without, policy, LENGTHS, headroom=headroom).cache_bytes
         == 4 * SHORT.state_bytes
     )
+    # Of 8,000 bytes more than the states, each token has entries of 2 heads of 2 layers, with positions.
+    given = jaxkv.SnapKV(budget=f"{SHORT.state_bytes + 8000} B", window=6)
+    entry = 4 * (2 * SHORT.head_dim + 1)
+    assert jaxkv.Session(model, given).policy.budget == 8000 // (2 * 2 * entry)
+
+
+def test_as_many_slots_fit_as_their_states_leave_room_for(monkeypatch):
+    """Here a state takes most of a slot."""
+    wide = dataclasses.replace(SPEC, key_dim=64, value_dim=64)
+    config = dataclasses.replace(SHORT, kinds=(LayerSpec(below=(wide,)), LayerSpec()))
+    session = jaxkv.Session(tiny.tiny(config), POLICIES["snapkv"])
+    one = allocated(session, 1)
+    assert config.state_bytes > 0.8 * one
+    monkeypatch.setattr(memory, "get_machine_bytes", lambda: 20 * one)
+    count = count_fitting_slots(session, **ROOM)
+    assert 3 <= count <= 16 and allocated(session, count) == count * one
 
 
 def test_a_forks_states_are_its_own():

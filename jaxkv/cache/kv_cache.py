@@ -250,11 +250,6 @@ class KVCache:
         """Bytes of one entry of one kv head of each layer, numpy `[L]`: `entry_bytes`, but for folded layers."""
         return np.asarray([*map(self._compute_entry_bytes, self.config.entry_dims)])
 
-    @property
-    def pool_row_bytes(self) -> int:
-        """Bytes of one pool row: an entry, its 4-byte position and, if any pool holds scores, its 4-byte score."""
-        return self.entry_bytes + 4 * (1 + any(pool.score is not None for pool in self.pools))
-
     def headroom_nbytes(self, headroom: Sequence[int]) -> int:
         """Return bytes per sequence of `headroom[l]` more rows and page bounds per segment, over all layers and heads.
 
@@ -264,7 +259,9 @@ class KVCache:
         Returns:
             Bytes, summed over layers and kv heads.
         """
-        each = self.pool_row_bytes - self.entry_bytes + self.layer_entry_bytes
+        # A row also has a position and, if any pool holds scores, a score.
+        scored = any(pool.score is not None for pool in self.pools)
+        each = self.layer_entry_bytes + 4 * (1 + scored)
         found = int(np.dot(headroom, each))
         for layer, rows in enumerate(headroom):
             bounds = self.pools[self.layout.get_pool_index(layer)].bounds

@@ -65,6 +65,10 @@ class DenseLatentStore(LatentStore):
         row, latents = k
         return dataclasses.replace(self, k=write_pool_rows(self.k, row, latents.astype(self.dtype)))
 
+    def cast_to_dtype(self, dtype: jnp.dtype) -> "Store":
+        """Return a store of the latents in another dtype."""
+        return dataclasses.replace(self, k=self.k.astype(dtype))
+
 
 @frozen_dataclass
 class QuantisedLatentStore(LatentStore):
@@ -95,11 +99,6 @@ class QuantisedLatentStore(LatentStore):
     def dtype(self) -> jnp.dtype:
         """Dtype of the latents that `decode_entries` returns: the model's, or float32 on a CPU."""
         return jnp.dtype(self.wide)
-
-    @property
-    def element_bytes(self) -> int | float:
-        """Bytes of one element's code, without scales: 1 for 8 bits, 0.5 for 4."""
-        return self.vectors.bits / 8
 
     def cast_to_dtype(self, dtype: jnp.dtype) -> "Store":
         """Return a store of the same codes, which `decode_entries` returns in another dtype."""

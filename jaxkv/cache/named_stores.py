@@ -21,7 +21,7 @@ _LATENTS: dict[type[Store], type[LatentStore]] = {
 
 def get_latent_store(store: type[Store]) -> type[Store]:
     """Return the store of latents that encodes as `store` does; a store of latents unchanged; else ValueError."""
-    if issubclass(store, LatentStore):
+    if store.values_are_keys:
         return store
     remedy = "no form of it holds latents, which are key and value at once: use 'dense', 'int8' or 'int4'"
     require(store in _LATENTS, "store", store.__name__, remedy)

@@ -169,10 +169,11 @@ def make_empty_pool(
     cells = (batch, rows if axes is None else rows * axes.count_axis_shards("K"))
     wide = get_array_sharding("B P D", (*cells, dim), axes)
     narrow = get_array_sharding("B P", cells, axes)
+    k = jnp.zeros((*cells, dim), dtype, device=wide)
     # Two arrays, because both are written in place.
-    zeros = [jnp.zeros((*cells, dim), dtype, device=wide) for _ in range(2)]
+    v = k if store.values_are_keys else jnp.zeros_like(k)
     return EntryPool(
-        store=store.encode_entries(*zeros),
+        store=store.encode_entries(k, v),
         pos=jnp.full(cells, -1, jnp.int32, device=narrow),
         score=jnp.zeros(cells, jnp.float32, device=narrow) if scored else None,
     )

@@ -156,8 +156,8 @@ def repack_cache(
         placed.append(first)
         if release:
             _delete_copied_pool(pool, copied)
-    # States are donated with the pools.
-    states = rest.arrays.states if release else jax.tree.map(jnp.copy, rest.arrays.states)
+    # States are donated with the pools; repeated ones are new.
+    states = rest.arrays.states if release or copies else jax.tree.map(jnp.copy, rest.arrays.states)
     copy = dataclasses.replace(rest, padding=padding).replace_arrays(
         pools=tuple(pools), start=jnp.concatenate(placed), length=lengths, states=states
     )

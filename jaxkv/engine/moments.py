@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.xla import exact_einsum
-from jaxkv.models.blocks import DecoderBlock
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.rope import RopeTables, apply_rope, compute_rope_tables
 from jaxkv.models.values import Rope
 from jaxkv.policies.scorer import BlockAttention, FutureQuerySettings, QueryMoments

@@ -26,8 +26,8 @@ from jaxkv.engine.residual import ResidualStream
 from jaxkv.engine.sparse import SelectedPositions, create_new_tokens, select_positions
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.engine.tokens import compute_step_angles, write_query_buffer
-from jaxkv.models.blocks import DecoderBlock
 from jaxkv.models.config import SlidingWindows
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reads import LayerReadConfig

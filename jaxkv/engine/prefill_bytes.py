@@ -66,10 +66,12 @@ class PrefillBytes:
         less = [
             4 * (apart and width is not None) for width in sliding_windows[: len(self.pool_rows)]
         ]
-        each = (self.parts.compute_entry_bytes(dim, self.item) for dim in self.config.entry_dims)
+        # A pool that layers share has entries of one size.
+        dims = self.config.entry_dims[: len(self.pool_rows)]
+        each = (self.parts.compute_entry_bytes(dim, self.item) for dim in dims)
         return [
             rows * self.batch * (size - off)
-            for rows, size, off in zip(self.pool_rows, each, less, strict=False)
+            for rows, size, off in zip(self.pool_rows, each, less, strict=True)
         ]
 
     @cached_property
@@ -108,8 +110,9 @@ class PrefillBytes:
         if parts.read.prefill_chunk_tokens:
             # All entries remain on the device until the last chunk; sliding-window layers have places for a chunk.
             chunk = min(parts.read.prefill_chunk_tokens, self.padded_len)
-            sliding_windows = config.layers - config.sliding_windows.count(None)
-            total += self.host_bytes + sliding_windows * token * chunk
+            windows = [at for at, width in enumerate(config.sliding_windows) if width is not None]
+            places = sum(map(self._count_layer_bytes, windows)) * chunk // self.padded_len
+            total += self.host_bytes + places
         return total
 
     def _compute_activation_bytes(self) -> int:
@@ -141,12 +144,8 @@ class PrefillBytes:
         # Allocated throughout: token masks, the table of rotary angles, and the cache's tables.
         masks = self.batch * self.padded_len * (3 + config.kv_heads)
         specs = map(config.get_layer_spec, range(layers))
-        angles = {spec.rope: spec.get_head_dim(config.head_dim) for spec in specs}
-        tables = (
-            4 * self.padded_len * (1 + max(angles.values()))
-            + self._query_buffer_bytes
-            + self._table_bytes
-        )
+        widest = max(spec.get_head_dim(config.head_dim) for spec in specs)
+        tables = 4 * self.padded_len * (1 + widest) + self._query_buffer_bytes + self._table_bytes
         return max(peaks) + masks + tables - self.cache_bytes
 
     def _compute_compression_bytes(self, index: int, top: bool) -> int:
@@ -196,7 +195,8 @@ class PrefillBytes:
         texts = sum(len(each or ()) for each in (replay.first, replay.following, replay.closing))
         before = texts + min(replay.tail, self.padded_len)
         tokens = self.batch * (chunk + max(QUERY_BLOCK, before))
-        each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
+        each = config.embed * (2 * self.item + 8)
+        each += 4 * config.heads * max(config.entry_dims) * self.item
         each += (4 * (1 + config.gated) + self.item) * max(config.mlp_widths)
         # Logits of a block of queries over a chunk and sinks, or over a sliding window and the tokens of the pass.
         keys = chunk + max(QUERY_BLOCK // 2, min(replay.sinks, self.padded_len))
@@ -320,7 +320,8 @@ class PrefillBytes:
             # copy of the returned arrays. The top layer attends from a single token.
             whole = not top or needs.sums or needs.norms
             numbers = self.batch * config.heads * config.prompt_head_dim * whole
-            numbers += 2 * config.kv_heads * config.head_dim * (2 if top else 1 + self.batch)
+            widest = max(config.entry_dims)
+            numbers += 2 * config.kv_heads * widest * (2 if top else 1 + self.batch)
             numbers += config.expanded_elements
             return 4 * self.padded_len * numbers + self._scoring_block_bytes
         if top and not needs.sums:

@@ -19,7 +19,7 @@ from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 from jaxkv.engine.lengths import QUERY_BLOCK, choose_block_size, choose_prefill_block_size
 from jaxkv.engine.moments import compute_prompt_query_moments, sum_attention_in_blocks
 from jaxkv.engine.segments import restrict_to_window
-from jaxkv.models.blocks import DecoderBlock
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.rope import RopeTables
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves
 from jaxkv.models.states import DeltaState

@@ -22,8 +22,8 @@ from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.layers.sliding_window import attend_sliding_window
 from jaxkv.engine.prefill_layer import LayerOut, advance_states
 from jaxkv.engine.progress import Walk
-from jaxkv.models.blocks import DecoderBlock
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.rope import compute_rope_tables
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
@@ -214,7 +214,8 @@ def _rerun_block(
         jnp.concatenate([each[:, :, :few], _slice_entries(each, begin, chunk)], axis=2)
         for each in rows
     )
-    by_row = _compute_projected_norms(block, shown) if asked.weighted else None
+    scored = asked.weighted and window is None
+    by_row = _compute_projected_norms(block, shown) if scored else None
 
     def attend_to_prompt(part: Array) -> tuple[Array, Array]:
         """Attend with rotated queries to the prompt's entries; return attention output and log-sum-exp."""

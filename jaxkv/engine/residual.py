@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.blocks import DecoderBlock
 from jaxkv.models.decoder import EmbeddingAndHead
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.layers import RMSNorm, apply_linear, apply_linear_split_k
 from jaxkv.models.split_decoder import Leaves
 from jaxkv.sharding.mesh import ShardingMesh

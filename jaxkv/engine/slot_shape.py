@@ -59,10 +59,12 @@ class SlotShape:
         return round_up_to_bucket(self.prompt + self.question + self.new)
 
     def compute_slot_bytes(self, parts: Parts, config: ModelConfig, itemsize: int) -> int:
-        """Return the bytes of a slot's pools, whose keys and values have `itemsize` bytes per number in the model."""
-        return sum(
+        """Return the bytes of a slot on a device of this config: pools and states, with `itemsize` bytes per number."""
+        # A pool that layers share has entries of one size.
+        dims = config.entry_dims[: len(self.rows)]
+        return config.state_bytes + sum(
             rows * parts.compute_entry_bytes(dim, itemsize)
-            for rows, dim in zip(self.rows, config.entry_dims, strict=False)
+            for rows, dim in zip(self.rows, dims, strict=True)
         )
 
     def list_programs(self, prefill_tokens: int, most: int) -> list[SlotPrograms]:

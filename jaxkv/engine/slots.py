@@ -162,8 +162,9 @@ class Slots:
         self._fixed = FixedSizes(
             rows=self.shape.rows, padded_len=min(widest, self.shape.longest_text)
         )
-        row = self.shape.compute_slot_bytes(parts, config, params.cache_dtype.itemsize)
-        self.needed = count * (row + config.state_bytes)
+        local = config.get_device_config(self._axes)
+        each = self.shape.compute_slot_bytes(parts, local, params.cache_dtype.itemsize)
+        self.needed = count * each
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
         memory.require_free_bytes(self.needed // self._groups, f"count={count} slots", device)
         self._parts, self._every = parts, parts.recompression_interval

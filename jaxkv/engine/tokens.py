@@ -17,7 +17,7 @@ from jaxkv.cache import CacheArrays
 from jaxkv.engine.hadamard import apply_hadamard, centre_and_transform_keys
 from jaxkv.engine.lengths import QUERY_BLOCK
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.models.blocks import DecoderBlock
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.rope import RopeTables, apply_rope, compute_rope_tables
 from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.models.values import LayerSpec, Rope

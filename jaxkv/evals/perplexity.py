@@ -141,7 +141,7 @@ def measure_text_losses(
     losses, _, cache = teacher_force_tokens(session, cache, after.tolist())
     kept = cache.kept
     return TextLosses(
-        losses, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.entry_bytes
+        losses, before, kept.mean(axis=(0, 2)), cache.layer_entry_bytes @ kept.sum(axis=2)
     )
 
 

@@ -166,6 +166,6 @@ def _generate_outcomes(
                 prediction=completion.text or "",
                 tokens=sum(map(len, pairs[number])),
                 rows=float(kept[:, row].mean()),
-                nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,
+                nbytes=int(out.cache.layer_entry_bytes @ kept[:, row].sum(axis=1)),
             )
     return {number: found[at] for number, at in first.items()}

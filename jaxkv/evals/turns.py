@@ -129,7 +129,7 @@ class ConversationTask(EvaluationTask):
                 figures={"rows": means, "most_rows": most, "scores": scores},
                 tokens=int(tokens[row]),
                 rows=means[-1],
-                nbytes=int(rows[-1].sum()) * cache.entry_bytes,
+                nbytes=int(cache.layer_entry_bytes @ rows[-1].sum(axis=1)),
             )
             outcomes.append(outcome)
         return outcomes

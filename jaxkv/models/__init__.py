@@ -1,6 +1,6 @@
 """The Flax decoder for all model families; a family is a set of switches in `ModelConfig`."""
 
-from jaxkv.models.blocks import DecoderBlock
 from jaxkv.models.decoder import Decoder
+from jaxkv.models.decoder_blocks import DecoderBlock
 
 __all__ = ["DecoderBlock", "Decoder"]

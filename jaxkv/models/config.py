@@ -25,6 +25,7 @@ from jaxkv.models.values import (
     compute_channel_order,
     count_rotated_channels,
 )
+from jaxkv.sharding.mesh import ShardingMesh
 
 # Sliding window of each layer in tokens, None for full attention.
 SlidingWindows = tuple[int | None, ...]
@@ -325,6 +326,12 @@ class ModelConfig:
             self.get_layer_spec(0).rope, self.head_dim, interleaved=self.interleaved
         )
         return None if order == tuple(range(self.head_dim)) else order
+
+    def get_device_config(self, axes: ShardingMesh | None) -> ModelConfig:
+        """Return the config of one device's shard of the model on a mesh; this config without a mesh."""
+        if axes is None:
+            return self
+        return self.shard_config(axes.count_axis_shards("K"), axes.count_axis_shards("H"))
 
     def shard_config(self, kv: int, model: int) -> ModelConfig:
         """Return one device's config: kv heads divided by `kv`; other heads, MLP widths and vocabulary by `model`."""

@@ -11,8 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.xla import apply_softcap
-from jaxkv.models.blocks import DecoderBlock, Hidden, make_norm
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.decoder_blocks import DecoderBlock, Hidden, make_norm
 from jaxkv.models.folded_block import FoldedBlock
 from jaxkv.models.latent_block import LatentBlock
 from jaxkv.models.layers import (

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.blocks import DecoderBlock, Hidden, rotate_heads
+from jaxkv.models.decoder_blocks import DecoderBlock, Hidden, rotate_heads
 from jaxkv.models.rope import RopeTables
 from jaxkv.models.values import FoldedLayerSpec
 from jaxkv.sharding.collectives import get_shard_offset

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv.models.blocks import DecoderBlock, Hidden
+from jaxkv.models.decoder_blocks import DecoderBlock, Hidden
 from jaxkv.models.rope import RopeTables, apply_rope, zero_rotated_channels
 
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Shaped
 
-from jaxkv.models.blocks import DecoderBlock
 from jaxkv.models.decoder import Decoder, EmbeddingAndHead
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.values import LayerSpec
 from jaxkv.sharding.mesh import ShardingMesh
 
@@ -150,8 +150,7 @@ class DecoderGraphs:
         """Rebuild a `DecoderBlock` with the arrays `leaves` as its parameters; on a mesh, with one device's config."""
         bound = dict(self.of_blocks)[self.spec].rebuild_module(leaves)
         if self.axes is not None:
-            shards = (self.axes.count_axis_shards(letter) for letter in "KH")
-            local = bound.config.shard_config(*shards)
+            local = bound.config.get_device_config(self.axes)
             for block in (bound, *bound.below):
                 block.axes, block.config = self.axes, local
         return bound

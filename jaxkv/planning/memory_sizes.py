@@ -251,9 +251,10 @@ def _compute_decode_bytes(setting: Workload, planned: PrefillPlan) -> int:
     # Last and next logits of the device's shard of the vocabulary, all logits for sampling, and hidden states.
     found = 4 * (setting.config.vocab + 2 * local.vocab)
     found += (local.embed + max(local.mlp_widths)) * (4 + item)
-    if not parts.kernels_read_as_stored(setting.config.head_dim):
-        # Keys and values of a layer are decoded before attention.
-        found += 2 * max(pools) * setting.config.head_dim * item
+    if not parts.kernels_read_as_stored(max(local.entry_dims)):
+        # Entries of a layer are decoded before attention.
+        sizes = local.entry_elements[: len(pools)]
+        found += item * max(rows * each for rows, each in zip(pools, sizes, strict=True))
     if parts.decoding_compression.updates_scores:
         # Attention mass per entry; once more if it is summed over devices that share a kv head.
         found += 4 * sum(pools) * (1 + (setting.mesh.shape["rep"] > 1))

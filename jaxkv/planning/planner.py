@@ -182,8 +182,8 @@ def plan_serving(setting: Workload) -> ServingPlan | str:
         return str(error)
     one = dataclasses.replace(setting, batch=groups)
     alone = compute_memory_sizes(one)
-    row = shape.compute_slot_bytes(parts, config, jnp.dtype(setting.dtype).itemsize)
-    each = row + setting.local_config.state_bytes
+    itemsize = jnp.dtype(setting.dtype).itemsize
+    each = shape.compute_slot_bytes(parts, setting.local_config, itemsize)
 
     def fit(count: int) -> bool:
         # Next to the slots: one prefill, and prompts per group that wait for slots.

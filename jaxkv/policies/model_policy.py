@@ -45,14 +45,14 @@ def resolve_policy_for_model(
 
 
 def fit_store(policy: Policy, config: ModelConfig) -> Policy:
-    """Return the policy, with a store of latents if the model has latents; ValueError if none fits the model.
+    """Return the policy, with a store of latents if the model has latents.
 
     Args:
         policy: the policy.
         config: the model's sizes.
 
     Returns:
-        The policy.
+        The policy; a copy if its store changes.
 
     Raises:
         ValueError: for a store that cannot hold the model's entries, or a policy that does not pass its store on.
@@ -65,6 +65,8 @@ def fit_store(policy: Policy, config: ModelConfig) -> Policy:
     remedy = "host memory and chunked prefill are not supported for latents: leave them out"
     require(not policy.composed.read.needs_whole_prompts, "policy", policy, remedy)
     store = get_latent_store(given)
+    if store is given:
+        return policy
     fitted = replace_policy_store(policy, store)
     remedy = f"the model needs {store.__name__}: build the parts with this policy's store"
     require(fitted.composed.store is store, "store", fitted.composed.store.__name__, remedy)
@@ -77,14 +79,15 @@ def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Pol
     budget = parts.budget
     if not isinstance(budget, ByteBudget):
         return policy
-    # Bytes of one entry in every kv head and layer; sliding-window layers hold their windows in addition.
+    # Bytes of one entry in every kv head and layer; in addition layers hold sliding windows and states.
     item = jnp.dtype(dtype).itemsize
     sizes = [config.kv_heads * parts.compute_entry_bytes(dim, item) for dim in config.entry_dims]
     widths = config.sliding_windows
     each = sum(row for row, width in zip(sizes, widths, strict=True) if width is None)
     sliding_windows = sum(row * (width or 0) for row, width in zip(sizes, widths, strict=True))
-    beside = f" besides {sliding_windows:,} bytes of sliding windows" if sliding_windows else ""
-    rows = (budget.value - sliding_windows) // each
+    fixed = sliding_windows + config.state_bytes
+    beside = f" besides {fixed:,} bytes of sliding windows and states" if fixed else ""
+    rows = (budget.value - fixed) // each
     require(
         rows >= 1,
         "budget",

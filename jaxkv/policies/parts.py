@@ -207,7 +207,10 @@ class Parts:
             remedy = "not supported for models with layers that have a state: leave offload out"
             require(not offloaded, "policy", "entries in host memory", remedy)
         if len(set(config.entry_dims)) > 1:
-            remedy = "layers of this model have entries of different sizes, and share no pool: use SnapKV or AdaKV"
+            remedy = (
+                "layers of this model have entries of different sizes, and share no pool: use a policy "
+                "with equal layers, such as SnapKV, KVzip(over='layer') or D2O(layers=UniformLayers())"
+            )
             require(not self.cache_layout.uses_shared_pool, "policy", self.layers, remedy)
             remedy = (
                 "not supported for a model whose layers have entries of different sizes: use 'int8'"

@@ -92,7 +92,8 @@ def count_fitting_slots(
     device = get_model_device(params)
     # Devices of a CPU mesh share the memory of the machine.
     together = 1 if axes is None else axes.devices_sharing_memory
-    each = together * shape.compute_slot_bytes(parts, config, params.cache_dtype.itemsize)
+    local = config.get_device_config(axes)
+    each = together * shape.compute_slot_bytes(parts, local, params.cache_dtype.itemsize)
     # Prompts that are prefilled together need at most the bytes of one of as many tokens, and a slot each.
     batch = 1 if axes else max(each.batch for each in shape.list_programs(prefill_tokens, _MOST))
     longest = max(max_prompt, min(prefill_tokens, batch * max_prompt))

@@ -28,7 +28,7 @@ from jaxkv.engine.tokens import (
     sum_token_projections,
     write_query_buffer,
 )
-from jaxkv.models.blocks import DecoderBlock
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.states import DeltaState
 
 QueryBuffer = Float[Array, "B K G R D"]

@@ -13,7 +13,7 @@ from jaxkv.engine.residual import ResidualStream
 from jaxkv.engine.sparse import SelectedPositions
 from jaxkv.engine.spec import DecodeSpec
 from jaxkv.engine.tokens import compute_step_angles
-from jaxkv.models.blocks import DecoderBlock
+from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.split_decoder import Leaves
 
 
