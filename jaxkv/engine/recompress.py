@@ -273,9 +273,9 @@ class _CachedLayerSource(LayerEntrySource):
         rows = max(rows, layout.count_fullest_shard_rows(length, heads))
         target = bound_device_entries(int(heads * self.kept_entries[part].sum(axis=0).max()))
         size = heads * round_up_to_bucket(-(-rows // heads))
-        return (min(target, size) if rows <= target else size) + heads * int(
-            self.headroom[part].sum()
-        )
+        # Pools of growing budgets have the sizes of buckets, for which programs are compiled once.
+        exact = rows <= target and self.parts.growing_budget is None
+        return (min(target, size) if exact else size) + heads * int(self.headroom[part].sum())
 
     def take_layer_entries(self, index: int) -> UnpackedEntries:
         """Return one layer's keys, values, positions and scores as `UnpackedEntries`, gathered from the pool."""
@@ -336,7 +336,13 @@ def recount_entries_to_keep(
     xp = select_array_module(seen)
     by_limits = parts.evicts_while_decoding and parts.heads.get_segment_limits() is None
     # Segments under a threshold may hold fewer entries than their budget, so their limits give no budget.
-    if by_limits or (parts.layers.depends_on_scores and parts.score_threshold is None):
+    by_limits |= parts.layers.depends_on_scores and parts.score_threshold is None
+    recent = _copy_to_host_as_int64(state.recent)
+    growing = parts.growing_budget
+    if growing is not None:
+        now = xp.maximum(growing.count_entries(seen), always_kept)
+        rows, recent = compute_layer_budgets(parts, now, seen, always_kept, sliding_windows)
+    elif by_limits:
         limit = _copy_to_host_as_int64(tables.limit)[
             np.asarray([width is None for width in sliding_windows])
         ]
@@ -356,7 +362,7 @@ def recount_entries_to_keep(
     left = xp.maximum(rows - (always_kept - parts.keep.window), parts.keep.window)
     # The recent entries of a prompt below its budget are a share of the budget: layers with a smaller budget hold
     # fewer.
-    return rows, xp.minimum(_copy_to_host_as_int64(state.recent), left)
+    return rows, xp.minimum(recent, left)
 
 
 def gather_layer_entries(layer: CachedLayer, static: CachedLayerConfig) -> UnpackedEntries:

@@ -195,6 +195,8 @@ def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_l
     require(parts.needs.replay is None, "policy", policy, remedy)
     remedy = f"{name} reads a gate, which exported programs do not contain: use jaxkv, and save the cache"
     require(not parts.needs.hidden, "policy", policy, remedy)
+    remedy = "exported pools have one size, and the budget grows with the answer: leave grows out"
+    require(parts.growing_budget is None, "policy", policy, remedy)
     if parts.recompression_interval is not None and not parts.layers.depends_on_scores:
         remedy = "its layer budgets are computed in numpy, but every= needs them on the device: leave one out"
         given = jax.ShapeDtypeStruct((1,), np.int32)

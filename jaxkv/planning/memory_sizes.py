@@ -91,6 +91,10 @@ def compute_memory_sizes(setting: Workload) -> MemorySizes:
     planned = last = plan_workload_prefill(setting, headroom)
     if setting.new > MOST_AHEAD and not parts.decoding_compression.compresses:
         last = plan_workload_prefill(setting, round_up_to_bucket(setting.new))
+    elif parts.growing_budget is not None:
+        # Compressed again, prompt and answer have the entries of a prompt of their length.
+        longest = setting.context + setting.new
+        last = plan_workload_prefill(dataclasses.replace(setting, context=longest), headroom)
     prefill = planned.peak_bytes - planned.cache_bytes
     stepping = 0
     here = setting.gpu.platform == "cpu"

@@ -185,6 +185,8 @@ def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
     reading = parts.build_read_config(setting.config.sliding_windows, planned.padded_len)
     if parts.read.reads_all_entries:
         grows = not parts.evicts_while_decoding
+        if parts.growing_budget is not None:
+            kept = kept * (1 + behind / setting.context)
         period = parts.recompression_interval or 2 * behind
         # Recompressed caches hold half a period of new entries on average; evicting caches hold none once full.
         return kept + (min(behind, period // 2) if grows or parts.recompression_interval else 0), ()

@@ -14,6 +14,7 @@ from jaxkv._checks import (
     FARTHEST,
     compute_floor_share,
     is_int_at_least,
+    select_array_module,
     to_python_scalar,
     validate_float,
     validate_int,
@@ -59,7 +60,7 @@ class ShareBudget(_TypedBudget):
 
     def count_entries(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Return entries per kv head `[B]` of prompts: the share of each length rounded down, at least 1."""
-        return np.maximum(compute_floor_share(lengths, self.value), 1)
+        return select_array_module(lengths).maximum(compute_floor_share(lengths, self.value), 1)
 
 
 class ByteBudget(_TypedBudget):

@@ -336,6 +336,12 @@ class Parts:
         return self.after.every if isinstance(self.after, Recompress) else None
 
     @property
+    def growing_budget(self) -> Kept | None:
+        """`budget` if it is a share of all tokens seen so far, the answer's too; None if it is of the prompt alone."""
+        grows = isinstance(self.after, Recompress) and self.after.grows
+        return self.budget if grows else None
+
+    @property
     def decoding_compression(self) -> DecodingCompressionConfig:
         """`DecodingCompressionConfig`, the static config of compression while decoding, from these parts."""
         after = self.after

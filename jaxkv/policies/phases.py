@@ -3,7 +3,7 @@
 from jaxkv._checks import ENDLESS, require_instance, validate_bool, validate_field, validate_int
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
-from jaxkv.policies.checks import EntryBudget, Kept, parse_budget
+from jaxkv.policies.checks import EntryBudget, Kept, ShareBudget, parse_budget
 from jaxkv.policies.head_budgets import (
     HeadBudgets,
     UniformHeads,
@@ -153,18 +153,29 @@ class Recompress:
         every: number of new tokens between compressions: the cache never holds more than the budget and this many
             entries.
         rank: how scores change until then; `ByNewScores()` scores again, with the last queries that the scorer needs.
+        grows: a budget that is a share is one of all tokens seen so far, not of the prompt alone.
     """
 
     every: int
     rank: Rank = ByNewScores()
+    grows: bool = False
 
     def __post_init__(self) -> None:
         validate_field(self, "every", validate_int, "give a number of tokens, at least 1")
         object.__setattr__(self, "every", min(self.every, ENDLESS))
+        validate_field(self, "grows", validate_bool)
         check_eviction_rank("rank", self.rank)
 
     def require_fits_selection(self, select: Select) -> None:
         """Raise ValueError if, to recompress, the selection's scorer needs inputs that no cache holds."""
+        remedy = (
+            "a share of the tokens grows, and other budgets do not: give budget=0.25, for example"
+        )
+        share = isinstance(select.budget, ShareBudget)
+        require(share or not self.grows, "grows", self.grows, remedy)
+        free = select.layers.uses_joint_budget or not select.layers.depends_on_scores
+        remedy = f"{select.layers} divides the prompt's budget by its scores, once: leave grows out"
+        require(free or not self.grows, "grows", self.grows, remedy)
         scorer = select.scorer
         anew = isinstance(self.rank, ByNewScores)
         needs = scorer.needs

@@ -9,6 +9,7 @@ from jaxkv._checks import (
     require_hashable,
     require_instance,
     to_float_or_none,
+    validate_bool,
     validate_field,
 )
 from jaxkv._dataclasses import frozen_dataclass
@@ -51,6 +52,8 @@ class Policy:
             sequence.
         every: recompress after this many new tokens, over prompt and answer in order of position: the cache never holds
             more than the budget and this many entries. None compresses the prompt only.
+        grows: with `every` and a share as the budget: the share is of all tokens seen so far, the answer's too, not of
+            the prompt alone.
         merge: merger of evicted entries into their nearest kept entries, such as `Merge()`; None discards them.
         store: how entries are held: "dense" as the model computes them; "int8" in 8 bits with a scale per key and
             value; "int4" in 4 bits with a scale per 32 elements; "mixed" with keys in 8 bits and values in 4; or a
@@ -62,6 +65,7 @@ class Policy:
     min_budget: str = "clamp"
     protect: tuple[Span, ...] = ()
     every: int | None = None
+    grows: bool = False
     merge: Merger | None = None
     store: str | type[Store] = "dense"
     composed: Parts = dataclasses.field(init=False, repr=False)
@@ -90,6 +94,9 @@ class Policy:
         known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
         require(known, "min_budget", self.min_budget, "no such rule: give 'raise' or 'clamp'")
         validate_field(self, "protect", parse_spans)
+        validate_field(self, "grows", validate_bool)
+        remedy = "the budget grows where the cache is compressed again: give every=128, for example"
+        require(self.every is not None or not self.grows, "grows", self.grows, remedy)
         object.__setattr__(self, "store", normalise_store(self.store))
         self._check_fields()
         remedy = "return Parts(...), or self.compose(scorer=...)"
@@ -161,7 +168,8 @@ class Policy:
         if self.every is not None:
             remedy = "this policy evicts an entry for every token already: leave it out"
             require(evict is None, "every", self.every, remedy)
-            after = Recompress(every=self.every, rank=(scorer or KeepAll.scorer).eviction_rank)
+            rank = (scorer or KeepAll.scorer).eviction_rank
+            after = Recompress(every=self.every, rank=rank, grows=self.grows)
         usual: dict[str, Any] = {
             "budget": parse_budget(self.budget),
             "clamp": self.min_budget == "clamp",

@@ -453,6 +453,10 @@ def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
             f"not supported: {parts.store.__name__} holds transformed entries, or no values. Use int8",
         ),
         (
+            parts.growing_budget is not None,
+            "not supported: pools have one size, and the budget grows. Omit grows",
+        ),
+        (
             parts.rolling,
             "not supported: it stores keys before RoPE, and these are after RoPE. Omit "
             "rolling positions",
