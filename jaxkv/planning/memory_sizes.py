@@ -92,7 +92,7 @@ def compute_memory_sizes(setting: Workload) -> MemorySizes:
     if setting.new > MOST_AHEAD and not parts.decoding_compression.compresses:
         last = plan_workload_prefill(setting, round_up_to_bucket(setting.new))
     elif parts.growing_budget is not None:
-        # Compressed again, prompt and answer have the entries of a prompt of their length.
+        # Prompt and answer are recompressed to the entries of a prompt of their length.
         longest = setting.context + setting.new
         last = plan_workload_prefill(dataclasses.replace(setting, context=longest), headroom)
     prefill = planned.peak_bytes - planned.cache_bytes

@@ -337,7 +337,7 @@ class Parts:
 
     @property
     def growing_budget(self) -> Kept | None:
-        """`budget` if it is a share of all tokens seen so far, the answer's too; None if it is of the prompt alone."""
+        """`budget` if it is a share of all tokens seen so far, prompt and answer; None if it is of the prompt alone."""
         grows = isinstance(self.after, Recompress) and self.after.grows
         return self.budget if grows else None
 

@@ -52,7 +52,7 @@ class Policy:
             sequence.
         every: recompress after this many new tokens, over prompt and answer in order of position: the cache never holds
             more than the budget and this many entries. None compresses the prompt only.
-        grows: with `every` and a share as the budget: the share is of all tokens seen so far, the answer's too, not of
+        grows: with `every` and a share as the budget: the share is of all tokens seen so far, prompt and answer, not of
             the prompt alone.
         merge: merger of evicted entries into their nearest kept entries, such as `Merge()`; None discards them.
         store: how entries are held: "dense" as the model computes them; "int8" in 8 bits with a scale per key and
@@ -95,7 +95,7 @@ class Policy:
         require(known, "min_budget", self.min_budget, "no such rule: give 'raise' or 'clamp'")
         validate_field(self, "protect", parse_spans)
         validate_field(self, "grows", validate_bool)
-        remedy = "the budget grows where the cache is compressed again: give every=128, for example"
+        remedy = "the budget grows with recompression: give every=128, for example"
         require(self.every is not None or not self.grows, "grows", self.grows, remedy)
         object.__setattr__(self, "store", normalise_store(self.store))
         self._check_fields()
