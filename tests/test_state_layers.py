@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import lettered
 import numpy as np
 import pytest
 import slot_runs
@@ -16,6 +17,7 @@ from test_serving_room import allocated
 import jaxkv
 from jaxkv.engine.headroom import compute_prefill_headroom
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.loading import LanguageModel
 from jaxkv.machine import memory
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.wrapper import replace_policy_budget
@@ -145,6 +147,24 @@ def test_a_forks_states_are_its_own():
     for ours, theirs in zip(states(cache), before, strict=True):
         assert (ours == theirs).all()
     cache.require_live_arrays()
+
+
+def test_behind_a_stop_string_states_are_those_of_the_answer():
+    """States cannot be rolled back, so that no token behind a stop string may run."""
+    config = dataclasses.replace(SHORT, vocab=96)
+    model = LanguageModel(tiny.tiny(config).decoder, text=lettered.characters(), name="states")
+    options = {"stop_at_eos": False, "progress": False}
+    rows = lettered.ids(1, 60, 38)
+    free = jaxkv.generate(model, rows, max_new_tokens=16, **options)
+    # Over the seam of two tokens of the first row.
+    stop = free[0].text[1:3]
+    out = jaxkv.generate(model, rows, stop=stop, max_new_tokens=16, **options)
+    count = len(out[0].tokens)
+    assert out[0].finish_reason == "stop" and count < 8
+    exact = jaxkv.generate(model, rows[0], max_new_tokens=count, **options)
+    assert int(out.cache.seen[0]) == int(exact.cache.seen[0])
+    for ours, theirs in zip(states(out.cache), states(exact.cache), strict=True):
+        np.testing.assert_allclose(ours[:1], theirs, atol=1e-5)
 
 
 def test_prefixes_are_reused_whole_or_not_at_all():
