@@ -36,6 +36,7 @@ from jaxkv import (
     QFilters,
     Quest,
     RandomKV,
+    RocketKV,
     RoCo,
     SimLayerKV,
     SnapKV,
@@ -556,6 +557,14 @@ TABLE += (
         make=lambda budget, **kw: Quest(budget=budget, page=4, dense_layers=1),
         oracle=t.each(lambda layer, q, k, budget: o.full(*k.shape[:2])),
         keeps_all=True,
+    ),
+    Row(
+        name="rocketkv",
+        make=lambda budget, **kw: RocketKV(
+            budget=12, channels=5, base=SnapKV(budget=budget, window=WINDOW, **kw)
+        ),
+        oracle=t.window(),
+        window=WINDOW,
     ),
     Row(
         name="omnikv",

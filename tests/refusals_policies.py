@@ -37,6 +37,7 @@ from jaxkv import (
     PyramidKV,
     QFilters,
     Quest,
+    RocketKV,
     SimLayerKV,
     SnapKV,
     StreamingLLM,
@@ -171,6 +172,7 @@ ROWS = [
         {"base": FullKV()},
         {"base": AdaKV(base=SnapKV(budget=40))},
     ),
+    *options(RocketKV, {"channels": 0}, {"budget": 11}, {"base": FullKV()}),
     *door(
         "prefill of a policy that the model cannot honour",
         lambda policy: jaxkv.prefill(tiny.tiny(CONFIG), [1, 2, 3], policy=policy),

@@ -1,4 +1,4 @@
-"""Quest: every row is kept, and sampled tokens read the pages whose keys bound their logits highest."""
+"""Quest and RocketKV: sampled tokens read the pages whose keys bound their logits highest, or that weigh most."""
 
 import re
 
@@ -13,7 +13,7 @@ import tiny
 from test_sharded_parts import agree
 
 import jaxkv
-from jaxkv import FullKV, PyramidKV, Quest, SnapKV
+from jaxkv import FullKV, PyramidKV, Quest, RocketKV, SnapKV
 from jaxkv.attention.filters import bound_page_logits
 from jaxkv.cache import repack_cache
 from jaxkv.cache.page_bounds import compute_page_bounds, list_appended_page_rows
@@ -24,10 +24,15 @@ from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.spec import create_cache_spec
 
 CONFIG, LENGTHS, NEW = tiny.MODELS["gqa3"], (60, 33), 20
+SNAPKV = SnapKV(budget=24, window=4)
 
 
 def quest(budget=20, **options):
     return Quest(**{"budget": budget, "page": 4, "dense_layers": 1} | options)
+
+
+def rocket(budget):
+    return RocketKV(budget=budget, dense_layers=1, channels=3, base=SNAPKV)
 
 
 # --- bounds and budgets ----------------------------------------------------------------------------------------------
@@ -135,11 +140,16 @@ def record(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("base", [None, SnapKV(budget=24, window=4)], ids=["full", "compressed"])
-def test_pages_and_attention_are_the_oracles(record, base):
+@pytest.mark.parametrize(
+    "policy",
+    [quest(14), quest(14, base=SNAPKV), rocket(14)],
+    ids=["full", "compressed", "rocketkv"],
+)
+def test_pages_and_attention_are_the_oracles(record, policy):
     """Each head's rows at every sampled token, by the keys that the cache holds in the end: rows never move."""
     jax.clear_caches()
-    budget, session = 14, jaxkv.Session(tiny.tiny(CONFIG), quest(14, base=base))
+    session = jaxkv.Session(tiny.tiny(CONFIG), policy)
+    choice = {"budget": 14, "page": 4, "channels": getattr(policy, "channels", None)}
     cache = session.prefill(tiny.prompts(7, LENGTHS), new=NEW)
     cache, _ = session.sample(cache, NEW, donate=True)
     jax.effects_barrier()
@@ -158,7 +168,7 @@ def test_pages_and_attention_are_the_oracles(record, base):
                 for name in "kv"
             )
             queries = q[sequence].reshape(6, 8).astype(np.float64)
-            expected, gap = o.quest_rows(queries, keys, budget=budget, page=4)
+            expected, gap = o.quest_rows(queries, keys, **choice)
             if gap < 1e-5:
                 continue
             for head in range(2):
@@ -265,9 +275,14 @@ def test_a_saved_cache_reads_the_same_pages(tmp_path):
     np.testing.assert_array_equal(session.sample(loaded, NEW)[1], session.sample(cache, NEW)[1])
 
 
-def test_pages_are_the_same_on_all_devices():
+@pytest.mark.parametrize(
+    "policy",
+    [quest(12, base=PyramidKV(budget=20, window=4)), rocket(12)],
+    ids=["quest", "rocketkv"],
+)
+def test_pages_are_the_same_on_all_devices(policy):
     """With two kv heads their query heads are spread over devices, and choose together."""
-    agree(quest(12, base=PyramidKV(budget=20, window=4)), kv_heads=2)
+    agree(policy, kv_heads=2)
 
 
 def test_slots_answer_as_alone():

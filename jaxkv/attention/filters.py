@@ -1,4 +1,4 @@
-"""Scores of entries to read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
+"""Scores of entries to read: positions by attention received (OmniKV), pages by keys' bounds (Quest, RocketKV)."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxkv.attention.xla import (
     mask_segment_rows,
     scale_queries,
 )
-from jaxkv.sharding.collectives import max_over_devices
+from jaxkv.sharding.collectives import max_over_devices, sum_over_devices
 from jaxkv.sharding.mesh import ShardingMesh
 
 # Maximum number of logits in memory at a time while positions are scored.
@@ -193,6 +193,33 @@ def bound_page_logits(
         jnp.minimum(wide, 0), low
     )
     return max_over_devices(bound.max(axis=2), "G", axes)
+
+
+def average_page_shares(
+    q: Float[Array, "B K G D"],
+    low: Float[Array, "B K p D"],
+    high: Float[Array, "B K p D"],
+    full: Bool[Array, "B K p"],
+    channels: int,
+    axes: ShardingMesh | None,
+) -> Float[Array, "B K p"]:
+    """Return shares of attention `f32[B, K, p]` that pages may receive, summed over a kv head's query heads.
+
+    RocketKV, hybrid sparse attention: per channel one of a page's bounds stands for its keys, by the sign of the
+    queries' sum, and of the channels only those of largest mean |q|. The softmax is over the pages in mask `full`.
+    """
+    wide = q.astype(jnp.float32)
+    upward = sum_over_devices(wide.sum(axis=2), axes, "G") > 0
+    bound = jnp.where(upward[:, :, None], high, low).astype(jnp.float32)
+    size = jnp.abs(wide)
+    _, best = lax.top_k(sum_over_devices(size.sum(axis=2), axes, "G"), min(channels, q.shape[-1]))
+    chosen = jax.nn.one_hot(best, q.shape[-1], dtype=jnp.float32).sum(axis=-2)[:, :, None]
+    logits = exact_einsum("bkgd,bkpd->bkgp", wide * chosen, bound)
+    # The published temperature: fewer channels have smaller products.
+    part = (size * chosen).sum(axis=-1) / jnp.maximum(size.sum(axis=-1), 1e-30)
+    logits = logits / jnp.sqrt(jnp.maximum(q.shape[-1] * part, 1e-30))[..., None]
+    shares = _compute_masked_softmax(logits, full[:, :, None], None)
+    return sum_over_devices(shares.sum(axis=2), axes, "G")
 
 
 def _reduce_attention_to_scores(

@@ -71,6 +71,7 @@ class LayerReadConfig:
         several: True if filter layers choose for several new tokens together; otherwise several tokens use every entry.
         page: entries per page where each sparse layer chooses its own pages (Quest) and its source is its own index;
             0 with filter layers.
+        channels: number of channels by which pages are chosen (RocketKV); 0 for Quest's bound, of all channels.
     """
 
     sources: tuple[int, ...]
@@ -85,6 +86,7 @@ class LayerReadConfig:
     ahead: int = 0
     several: bool = False
     page: int = 0
+    channels: int = 0
 
     @property
     def has_sparse_layers(self) -> bool:

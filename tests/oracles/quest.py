@@ -19,7 +19,29 @@ def page_bound(query, keys):
     )
 
 
-def quest_rows(q, k, *, budget, page=16):
+def page_shares(asked, pages, channels):
+    """RocketKV's estimate of the attention of one kv head's queries `[G, D]` to pages of keys, one number each."""
+    asked = np.asarray(asked, np.float64)
+    largest = sorted(range(asked.shape[1]), key=lambda at: (-np.abs(asked[:, at]).mean(), at))
+    largest = largest[:channels]
+    upward = asked.sum(axis=0) > 0
+    total = np.zeros(len(pages))
+    for query in asked:
+        logits = [
+            sum(
+                query[at] * (page[:, at].max() if upward[at] else page[:, at].min())
+                for at in largest
+            )
+            for page in pages
+        ]
+        part = np.abs(query[largest]).sum() / np.abs(query).sum()
+        weights = np.asarray(logits) / math.sqrt(asked.shape[1] * part)
+        weights = np.exp(weights - weights.max())
+        total += weights / weights.sum()
+    return total
+
+
+def quest_rows(q, k, *, budget, page=16, channels=None):
     """Rows that each kv head reads for one token.
 
     Args:
@@ -27,6 +49,7 @@ def quest_rows(q, k, *, budget, page=16):
         k: [K, n, D] keys, after RoPE, the token's own last.
         budget: rows.
         page: rows of a page.
+        channels: those of RocketKV's estimate; None for Quest's bound.
 
     Returns:
         The K ascending lists of rows, and the smallest gap at a cut (inf where all pages are read).
@@ -37,7 +60,11 @@ def quest_rows(q, k, *, budget, page=16):
     count = (budget - len(newest)) // page
     for head in range(heads):
         asked = q[head * group : (head + 1) * group]
-        bounds = [max(page_bound(query, k[head, list(rows)]) for query in asked) for rows in older]
+        keys = [k[head, list(rows)] for rows in older]
+        if channels is None:
+            bounds = [max(page_bound(query, each) for query in asked) for each in keys]
+        else:
+            bounds = page_shares(asked, keys, channels) if keys else []
         ranked = sorted(range(len(older)), key=lambda index, of=bounds: (-of[index], index))
         gap = min(
             gap,

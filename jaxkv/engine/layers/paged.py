@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._dataclasses import frozen_dataclass
-from jaxkv.attention.filters import bound_page_logits
+from jaxkv.attention.filters import average_page_shares, bound_page_logits
 from jaxkv.attention.steps import WorkTable
 from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 from jaxkv.engine.layers.dense import FullAttentionCacheLayer
@@ -71,10 +71,10 @@ class QuestCacheLayer(FullAttentionCacheLayer):
     def select_pages(
         self, q: Float[Array, "B K G D"], budget: Int[Array, " B"]
     ) -> SelectedPageEntries:
-        """Select per kv head a token's full pages of largest q.k bound within `budget`; return `SelectedPageEntries`.
+        """Select per kv head a token's best full pages within `budget`; return `SelectedPageEntries`.
 
-        Tang et al., Quest, algorithm 1. A page's bound is the maximum over its kv head's query heads; ties go to the
-        lowest page.
+        Best are those of the largest q.k bound over the kv head's query heads (Tang et al., Quest, algorithm 1), with
+        `channels` those of the largest shares of attention (RocketKV). Ties go to the lowest page.
         """
         bounds = self.pool.bounds
         reading = self.terms.reading
@@ -83,9 +83,14 @@ class QuestCacheLayer(FullAttentionCacheLayer):
         page = reading.page
         batch, heads = length.shape
         count = count_full_pages(length, budget[:, None], page)
-        scores = bound_page_logits(q, bounds.low, bounds.high, self.terms.axes)
-        pages = scores.shape[2]
+        pages = bounds.low.shape[2]
         full = jnp.arange(pages, dtype=jnp.int32) < (length // page)[..., None]
+        of = (q, bounds.low, bounds.high)
+        scores = (
+            average_page_shares(*of, full, reading.channels, self.terms.axes)
+            if reading.channels
+            else bound_page_logits(*of, self.terms.axes)
+        )
         keys = jnp.where(full, encode_sort_keys(scores), jnp.uint32(0)).reshape(-1, pages)
         width = max(1, min(pages, (reading.width - 1) // page))
         few = self.terms.backend.can.few_launches

@@ -36,6 +36,7 @@ from jaxkv.policies.methods.fastkvzip import FastKVzip
 from jaxkv.policies.methods.kvzip import KVzip
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.quest import Quest
+from jaxkv.policies.methods.rocketkv import RocketKV
 from jaxkv.policies.methods.baselines import LocalWindow, KNorm, RandomKV
 # isort: on
 
@@ -75,6 +76,7 @@ __all__ = [
     "RKV",
     "RandomKV",
     "RoCo",
+    "RocketKV",
     "SimLayerKV",
     "SnapKV",
     "StreamingLLM",

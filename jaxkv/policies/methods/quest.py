@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import validate_field, validate_int
+from jaxkv._checks import validate_field, validate_int, validate_optional_field
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.layout import SegmentLayout
@@ -27,9 +27,9 @@ _PAGES = 3
 
 @frozen_dataclass
 class TopPageReads(AttentionReads):
-    """Quest's reads: per new token a kv head attends to the newest page and those of largest upper bounds of q.k.
+    """Reads of pages: per new token a kv head attends to the newest page and to those that may receive most attention.
 
-    Fields are those of `Quest`.
+    Fields are those of `RocketKV`; without `channels` pages compete by Quest's bounds of q.k.
     """
 
     chooses_per_layer: ClassVar[bool] = True
@@ -37,8 +37,10 @@ class TopPageReads(AttentionReads):
     page: int
     dense_layers: int
     budget: Kept | Budget
+    channels: int | None = None
 
     def __post_init__(self) -> None:
+        validate_optional_field(self, "channels", validate_int, "give 1 or more")
         for name, least in (("page", 1), ("dense_layers", 0)):
             validate_field(
                 self, name, validate_int, f"give a number, at least {least}", least=least
@@ -85,6 +87,7 @@ class TopPageReads(AttentionReads):
             padded_len=padded_len,
             width=int(self.count_attended_tokens(np.asarray([padded_len]), layers)[0]),
             page=self.page,
+            channels=self.channels or 0,
         )
 
 
