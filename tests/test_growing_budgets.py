@@ -111,7 +111,7 @@ def test_a_plan_has_the_entries_of_the_whole_text():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: jaxkv.KNorm(budget=0.5, grows=True), "grows=True: the budget grows with"),
+        (lambda: jaxkv.KNorm(budget=0.5, grows=True), "grows=True: it changes how"),
         (lambda: jaxkv.KNorm(budget=64, every=8, grows=True), "grows=True: a share of the tokens"),
         (
             lambda: jaxkv.CAKE(budget=0.5, grows=True, every=8),

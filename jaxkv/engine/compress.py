@@ -30,6 +30,7 @@ from jaxkv.engine.progress import Walk
 from jaxkv.engine.selection import Candidates, select_entries
 from jaxkv.policies.merger import UNSET, Merged, Merger, build_axes_argument
 from jaxkv.policies.parts import Parts
+from jaxkv.policies.rank import ByNewScores
 from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -85,11 +86,11 @@ def compress_layer_by_layer(
     below = None
     tally = EntryOverflowCounts()
     under_way = deque[EntryPool]()
+    ongoing = parts.decoding_compression
     for group in layout.group_layers_by_pool(source.indices):
-        masks, with_scores, more, below = yield from _score_and_select_entries(
-            source, group, parts, below, due
-        )
-        tally = tally.add_counts(more)
+        chosen = yield from _score_and_select_entries(source, group, parts, below, due)
+        masks, below = chosen.masks, chosen.below
+        tally = tally.add_counts(chosen.tally)
         kept = _count_kept_entries(masks)
         size = source.compute_pool_size(group, kept)
         pool = None
@@ -102,8 +103,14 @@ def compress_layer_by_layer(
             )
         for at, index in enumerate(group):
             rows = source.take_layer_entries(index)
+            if chosen.judged and chosen.with_scores[at]:
+                assert rows.score is not None
+                score = _renew_stored_scores(
+                    chosen.judged[at], rows.score, due, queries=ongoing.queries, axes=axes
+                )
+                rows = rows._replace(score=score)
             if parts.merge is not None:
-                if with_scores[at]:
+                if chosen.with_scores[at]:
                     rows = merge_evicted_entries(
                         rows,
                         masks[at],
@@ -184,14 +191,32 @@ def _count_kept_entries(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
+class _GroupSelection(NamedTuple):
+    """Selection of a layer group's entries: a mask and whether it follows from scores, per layer; overflow counts.
+
+    Attributes:
+        masks: mask of kept entries of each layer.
+        with_scores: True for layers with scores.
+        tally: overflow counts.
+        below: mask `[B, S]` of the positions that the highest layer kept, for nested policies.
+        judged: candidates of each layer whose scores the next compression averages with new ones; else empty.
+    """
+
+    masks: list[Array]
+    with_scores: list[bool]
+    tally: EntryOverflowCounts
+    below: Array | None
+    judged: list[Candidates]
+
+
 def _score_and_select_entries(
     source: LayerEntrySource,
     group: Sequence[int],
     parts: Parts,
     below: Array | None,
     due: Array | None,
-) -> Walk[tuple[list[Array], list[bool], EntryOverflowCounts, Array | None]]:
-    """Generator: select a layer group's entries; return keep masks, scored flags, overflow counts, mask for nesting.
+) -> Walk[_GroupSelection]:
+    """Generator: score and select a layer group's entries; return their `_GroupSelection`.
 
     Layers without scores, such as sliding-window layers, keep their candidates and compete with no other layer. A
     nested policy selects from the positions `below` that the layer below kept, and returns those for the layer above.
@@ -202,6 +227,10 @@ def _score_and_select_entries(
         yield 1.0
     rows, recent = source.count_entries_to_keep(group, [layer.claim for layer in seen])
     with_scores = [layer.scores is not None for layer in seen]
+    rank = parts.decoding_compression.rank
+    judged = [*seen] if isinstance(rank, ByNewScores) and rank.stores_scores else []
+    masks = list[Array]()
+    tally = EntryOverflowCounts()
     if parts.layers.uses_joint_budget and any(with_scores):
         of = with_scores.index(True)
         heads = parts.heads
@@ -210,14 +239,8 @@ def _score_and_select_entries(
             compete, rows[of], recent[of], due=due, heads=heads, axes=source.axes
         )
         best = iter(choice.masks)
-        return (
-            [next(best) if layer.scores is not None else layer.inside for layer in seen],
-            with_scores,
-            choice.tally,
-            below,
-        )
-    masks = list[Array]()
-    tally = EntryOverflowCounts()
+        masks = [next(best) if layer.scores is not None else layer.inside for layer in seen]
+        return _GroupSelection(masks, with_scores, choice.tally, below, judged)
     for at, index in enumerate(group):
         # Free a layer's scores as soon as its entries have been selected.
         one = [seen.pop(0)]
@@ -231,7 +254,26 @@ def _score_and_select_entries(
         tally = tally.add_counts(choice.tally)
         if parts.nested and with_scores[at]:
             below = masks[-1][:, 0]
-    return masks, with_scores, tally, below
+    return _GroupSelection(masks, with_scores, tally, below, judged)
+
+
+@sharded_jit(static=("queries", "axes"))
+def _renew_stored_scores(
+    layer: Candidates,
+    older: Float[Array, "B K S"],
+    due: Bool[Array, " B"] | None,
+    *,
+    queries: int,
+    axes: ShardingMesh | None,
+) -> Float[Array, "B K S"]:
+    """Compiled: return scores to store: a layer's new ones in `due` sequences; NaN for the last `queries` entries.
+
+    The last queries' attention to their own entries is no measure of these.
+    """
+    assert layer.scores is not None
+    judges = layer.positions >= layer.seen[:, None, None] - queries
+    score = jnp.where(judges, jnp.nan, layer.scores)
+    return score if due is None else jnp.where(due[:, None, None], score, older)
 
 
 def merge_evicted_entries(

@@ -236,12 +236,13 @@ class _CachedLayerSource(LayerEntrySource):
             most = max(pool.row_count for pool in cache.pools) // cache.kv_shards
             # Upper bound from the text and the pool: independent of content, and rarely changed by growth.
             heads = cache.start.shape[2] // cache.kv_shards
-            padded_len = min(
+            self.padded_len = min(
                 round_up_to_bucket(int(copy_to_host(cache.seen).max())),
                 cache.layout.get_max_segment_length(most, heads),
             )
+        else:
+            self.padded_len = fixed.padded_len
         self.parts = parts
-        self.padded_len = padded_len if fixed is None else fixed.padded_len
 
     def get_layer_candidates(self, index: int) -> Candidates:
         """Return one layer's `Candidates`: masks, positions, and scores from the policy's rank or its scorer."""
@@ -473,6 +474,9 @@ def gather_candidates(
     rows = _undo_transform(rows, layer)
     if isinstance(ongoing.rank, ByNewScores):
         scores, _ = _rescore_entries(layer, rows, static, shaping, norms_of)
+        if ongoing.stores_scores:
+            assert rows.score is not None
+            scores = ongoing.rank.average_scores(rows.score, scores)
     else:
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
         scores = compute_entry_ranks(ongoing.rank, score, segments.seen[:, None, None] - pos)

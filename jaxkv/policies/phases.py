@@ -178,6 +178,8 @@ class Recompress:
         require(free or not self.grows, "grows", self.grows, remedy)
         scorer = select.scorer
         anew = isinstance(self.rank, ByNewScores)
+        remedy = f"{select.layers} needs the prompt's scores as they are: leave smoothing out"
+        require(free or not (anew and self.rank.stores_scores), "smoothing", self.rank, remedy)
         needs = scorer.needs
         once = anew and bool(needs.replay or needs.gate or scorer.has_first_stage)
         remedy = f"{scorer} needs inputs of the prompt that no cache holds: leave it out"

@@ -11,6 +11,7 @@ from jaxkv._checks import (
     to_float_or_none,
     validate_bool,
     validate_field,
+    validate_float,
 )
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
@@ -30,7 +31,7 @@ from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress
-from jaxkv.policies.rank import Rank
+from jaxkv.policies.rank import ByNewScores, Rank
 from jaxkv.policies.reads import ReadAll
 from jaxkv.policies.scorer import Scorer
 
@@ -54,6 +55,8 @@ class Policy:
             more than the budget and this many entries. None compresses the prompt only.
         grows: with `every` and a share as the budget: the share is of all tokens seen so far, prompt and answer, not of
             the prompt alone.
+        smoothing: with `every`: weight, below 1, of an entry's older score in its new one at each recompression; 0
+            uses new scores alone.
         merge: merger of evicted entries into their nearest kept entries, such as `Merge()`; None discards them.
         store: how entries are held: "dense" as the model computes them; "int8" in 8 bits with a scale per key and
             value; "int4" in 4 bits with a scale per 32 elements; "mixed" with keys in 8 bits and values in 4; or a
@@ -66,6 +69,7 @@ class Policy:
     protect: tuple[Span, ...] = ()
     every: int | None = None
     grows: bool = False
+    smoothing: float = 0.0
     merge: Merger | None = None
     store: str | type[Store] = "dense"
     composed: Parts = dataclasses.field(init=False, repr=False)
@@ -95,8 +99,11 @@ class Policy:
         require(known, "min_budget", self.min_budget, "no such rule: give 'raise' or 'clamp'")
         validate_field(self, "protect", parse_spans)
         validate_field(self, "grows", validate_bool)
-        remedy = "the budget grows with recompression: give every=128, for example"
-        require(self.every is not None or not self.grows, "grows", self.grows, remedy)
+        validate_field(self, "smoothing", validate_float, "give a weight below 1", high=1.0)
+        for name in ("grows", "smoothing"):
+            unused = self.every is not None or not getattr(self, name)
+            remedy = "it changes how the cache is recompressed: give every=128, for example"
+            require(unused, name, getattr(self, name), remedy)
         object.__setattr__(self, "store", normalise_store(self.store))
         self._check_fields()
         remedy = "return Parts(...), or self.compose(scorer=...)"
@@ -169,6 +176,12 @@ class Policy:
             remedy = "this policy evicts an entry for every token already: leave it out"
             require(evict is None, "every", self.every, remedy)
             rank = (scorer or KeepAll.scorer).eviction_rank
+            if self.smoothing:
+                remedy = (
+                    f"{rank} has scores of its own, which change with every token: leave it out"
+                )
+                require(isinstance(rank, ByNewScores), "smoothing", self.smoothing, remedy)
+                rank = ByNewScores(smoothing=self.smoothing)
             after = Recompress(every=self.every, rank=rank, grows=self.grows)
         usual: dict[str, Any] = {
             "budget": parse_budget(self.budget),

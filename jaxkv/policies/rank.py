@@ -14,6 +14,7 @@ from jaxkv._checks import (
     validate_float,
 )
 from jaxkv._dataclasses import frozen_dataclass
+from jaxkv._errors import require
 
 
 class Rank:
@@ -123,9 +124,36 @@ class ByAge(Rank):
 
 @frozen_dataclass
 class ByNewScores(Rank):
-    """Rank without stored scores: the scorer computes all scores again at each compression."""
+    """Rank by scores that the scorer computes again at each compression, averaged with older ones if `smoothing`.
 
-    stores_scores = False
+    Attributes:
+        smoothing: weight of an entry's older score in its new one, an exponential mean; 0 stores no scores.
+    """
+
+    smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        remedy = "give a weight below 1: 0 uses new scores alone"
+        validate_field(self, "smoothing", validate_float, remedy, high=1.0)
+        require(self.smoothing < 1, "smoothing", self.smoothing, remedy)
+
+    @property
+    def stores_scores(self) -> bool:
+        """True if scores are averaged with older ones."""
+        return self.smoothing > 0
+
+    def score_new_entries(
+        self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]
+    ) -> Float[Array, "B K N"]:
+        """Return NaN `[B, K, N]`, which stands for no score: entries are scored by the next compression."""
+        return jnp.full(k.shape[:3], jnp.nan, jnp.float32)
+
+    def average_scores(
+        self, older: Float[Array, "..."], new: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        """Return the weighted mean of older and new scores; new scores where older ones are not finite."""
+        mean = self.smoothing * older + (1 - self.smoothing) * new
+        return jnp.where(jnp.isfinite(older), mean, new)
 
 
 def compute_entry_ranks(
