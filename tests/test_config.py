@@ -320,7 +320,6 @@ ABSENT = {
     "clipped": "dbrx",
     "widths": "mimo_v2_flash step3p5",
     "several tokens": "mimo",
-    "bias": "phi",
 }
 
 
