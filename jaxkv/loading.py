@@ -443,7 +443,7 @@ def _check_layer_count(config: ModelConfig, checkpoint: Checkpoint) -> None:
 def _check_stored_tensor(source: TensorSource, tensor: StoredTensor) -> None:
     """Raise ValueError if a stored tensor has floats of 8 bits or integers, or another shape than the config's."""
     remedy = (
-        "not floats of 16 bits or more: codes need scales beside them, and a quantization_config "
+        "not floats of 16 bits or more: codes need tensors of scales, and a quantization_config "
         "in config.json"
     )
     require(

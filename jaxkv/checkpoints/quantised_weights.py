@@ -110,9 +110,8 @@ def dequantise_tensors(
 ) -> dict[str, StoredTensor]:
     """Return all tensors by name, with a float32 `weight` `[O, I]` for the tensors of each quantised weight.
 
-    A tensor of all experts' 8-bit codes `[X, O, I]` beside its scales becomes one of float32 by the same name.
-
-    Scales of activations and caches are left out.
+    A tensor of all experts' 8-bit codes `[X, O, I]` that has scales becomes one of float32 by the same name. Scales of
+    activations and caches are left out.
 
     Args:
         stored: all tensors by their names in the files.

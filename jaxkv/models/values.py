@@ -386,7 +386,7 @@ class ExpertsConfig:
         own_norms: experts and the shared MLP each have norms before and after them, the router a norm, and each expert
             a factor of its weight (Gemma 4).
         bias: the router and the experts' projections have biases (gpt-oss).
-        wide_router: the router is float32 whatever the model's dtype (ERNIE 4.5, Hunyuan).
+        wide_router: the router is float32 in a model of any dtype (ERNIE 4.5, Hunyuan).
         limit: None for activation(gate) * up. A number for gpt-oss' (up + 1) * gate * sigmoid(1.702 * gate), with gates
             clipped to at most `limit`, and ups to [-limit, limit].
     """
