@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._checks import settled, to_python_scalar
+from jaxkv._checks import settled, to_python_scalar, validate_int
 from jaxkv._errors import build_value_error, require
 from jaxkv.cache import ConversationState, KVCache
 from jaxkv.cache.stores import choose_cache_dtype
@@ -361,7 +361,7 @@ def load_parameters(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None 
 def _find_predicting_layers(names: set[str], layers: int, config: Mapping[str, Any]) -> set[str]:
     """Return the tensors of the layers that predict several tokens, as many as the config says behind its layers."""
     keys = ("num_nextn_predict_layers", "num_mtp_layers")
-    more = max(config.get(key) or 0 for key in keys)
+    more = max(validate_int(key, config.get(key) or 0, least=0) for key in keys)
     found = ((name, _LAYER.match(name)) for name in names)
     return {name for name, at in found if at and layers <= int(at[1]) < layers + more}
 
@@ -443,7 +443,8 @@ def _check_layer_count(config: ModelConfig, checkpoint: Checkpoint) -> None:
 def _check_stored_tensor(source: TensorSource, tensor: StoredTensor) -> None:
     """Raise ValueError if a stored tensor has floats of 8 bits or integers, or another shape than the config's."""
     remedy = (
-        "not floats of 16 bits or more: a config.json needs the quantization_config of such weights"
+        "not floats of 16 bits or more: codes need tensors of scales, and a quantization_config "
+        "in config.json"
     )
     require(
         jnp.issubdtype(tensor.dtype, jnp.floating) and tensor.dtype.itemsize > 1,

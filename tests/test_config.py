@@ -1,6 +1,7 @@
 """A model's config: every key is honoured, changes nothing, or is rejected by name; transformers knows the others."""
 
 import copy
+import dataclasses
 import json
 import logging
 import math
@@ -44,7 +45,7 @@ APERTUS = Llama3Rope(
     original_max_position=8192,
 )
 ALPHA = {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}
-HUNYUAN = ExpertsConfig(count=8, chosen=2, shared=11008)
+HUNYUAN = ExpertsConfig(count=8, chosen=2, shared=11008, wide_router=True)
 MODELS = Path(__file__).parent / "golden" / "models"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -183,7 +184,7 @@ def test_every_field_of_a_class_is_honoured_harmless_or_rejected(kind):
         ("glm4_moe", {"first_k_dense_replace": 0}, "rope", Rope(share=0.5)),
         ("minimax_m2", {"rotary_dim": 64}, "rope", Rope(theta=5e6, share=0.5)),
         ("hunyuan_v1_dense", {"rope_scaling": ALPHA}, "rope", Rope(theta=1e4 * 50 ** (32 / 30))),
-        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [2] * 32}, "experts", HUNYUAN),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [2] * 2}, "experts", HUNYUAN),
     ],
 )
 def test_what_is_left_out(family, keys, name, value):
@@ -192,8 +193,34 @@ def test_what_is_left_out(family, keys, name, value):
     assert getattr(read, name) == value
 
 
+# Of the published files of Hunyuan A13B, beside those that its class reads.
+HUNYUAN_A13B = {
+    **{"attention_head_dim": 8, "cla_share_factor": 2, "class_num": 0, "dense_list": [4096, 0]},
+    **{"eod_token_id": 3, "im_end_id": 6, "kv_lora_rank": None, "moe_drop_tokens": False},
+    **{"moe_intermediate_size": [3072] * 2, "moe_layer_num_skipped": 0, "moe_topk": [2] * 2},
+    **{"n_group": False, "norm_topk_prob": True, "norm_type": "rms", "num_media_embeds": 257},
+    **{"num_shared_expert": [1] * 2, "pool_type": "last", "q_lora_rank": None, "use_cla": False},
+    **{"routed_scaling_factor": False, "topk_group": False, "use_mixed_mlp_moe": True},
+    **{"use_mla": False, "use_qk_norm": True, "use_rotary_pos_emb": True, "v_head_dim": None},
+}
+
+
+def test_neighbouring_channels_in_folded_layers():
+    """Their order is that of a head's channels, of which there are two numbers."""
+    with pytest.raises(ValueError, match="^interleaved=True: .*own head dim"):
+        dataclasses.replace(ModelConfig.from_hf(config("gemma4")), interleaved=True)
+
+
+def test_published_keys_of_each_layer():
+    """Numbers of every layer, as lists, where the class reads one number or none."""
+    plain = config("hunyuan_v1_moe", moe_topk=2, num_hidden_layers=2)
+    assert ModelConfig.from_hf(plain | HUNYUAN_A13B) == ModelConfig.from_hf(plain)
+
+
 def test_keys_that_change_nothing():
     """Qwen3-Coder's published config has them beside Qwen3's."""
+    dense = config("solar_open", first_k_dense_replace=1)
+    assert ModelConfig.from_hf(dense) == ModelConfig.from_hf(config("solar_open"))
     coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
     assert ModelConfig.from_hf(QWEN3_30B | coder) == ModelConfig.from_hf(QWEN3_30B)
     plain = ModelConfig.from_hf(config())
@@ -201,6 +228,7 @@ def test_keys_that_change_nothing():
         assert ModelConfig.from_hf(config(**keys)) == plain
 
 
+HUNYUAN_2 = config("hunyuan_v1_moe", num_hidden_layers=2)
 APERTUS_8B = {"model_type": "apertus", "hidden_act": "xielu"}
 REFUSED = [
     *((None, {"hidden_size": value}) for value in (0, "4", 2**31)),
@@ -237,6 +265,16 @@ REFUSED = [
     ({"model_type": "hy_v3"}, {"mlp_layer_types": ["sparse"]}),
     (APERTUS_8B, {"mlp_bias": True}),
     *((None, {"model_type": kind}) for kind in (["llama"], "gpt2")),
+    # Values of other types, and lists of another length than the layers.
+    (config("minimax_m2"), {"rotary_dim": "8"}),
+    (config("gemma4_moe"), {"enable_moe_block": "false"}),
+    (config("gemma4"), {"per_layer_config": {"0": None, "3": None}}),
+    (config("qwen3_next"), {"layer_types": [["full_attention"]] * 4}),
+    (config("glm4_moe_lite"), {"mlp_layer_types": [["dense"]] * 2}),
+    *((HUNYUAN_2, {"moe_topk": topk}) for topk in ([[2], [2]], [2, 4], [2], [2] * 3, [])),
+    (HUNYUAN_2, {"moe_intermediate_size": [3072]}),
+    (HUNYUAN_2, {"num_shared_expert": [1, 2]}),
+    (HUNYUAN_2, {"use_mixed_mlp_moe": False}),
 ]
 
 
@@ -282,7 +320,6 @@ ABSENT = {
     "clipped": "dbrx",
     "widths": "mimo_v2_flash step3p5",
     "several tokens": "mimo",
-    "bias": "phi",
 }
 
 

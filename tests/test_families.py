@@ -1,5 +1,6 @@
 """Families beside Llama's: what their configs say."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -43,6 +44,7 @@ COUNTS = {
     "exaone4": 9_429_069_824,
     "internlm3": 8_804_241_408,
     "ministral3": 8_489_553_920,
+    "phi": 1_418_270_720,
     "qwen3_5_moe_text": 34_660_610_688,
     "qwen3_5_text": 8_953_803_264,
     "qwen3_next": 79_674_391_296,
@@ -225,3 +227,21 @@ def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
     save_file(tensors | {"model.layers.4.eh_proj.weight": np.zeros(2, np.float32)}, path)
     with pytest.raises(ValueError, match=r"weights=\['model.layers.4.eh_proj.weight'\]"):
         jaxkv.load(copied, progress=False)
+    config = json.loads((copied / "config.json").read_text("utf-8"))
+    (copied / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": "1"}))
+    with pytest.raises(ValueError, match="^num_nextn_predict_layers='1'"):
+        jaxkv.load(copied, progress=False)
+
+
+@pytest.mark.parametrize(
+    "name, tensor",
+    [("ernie4_5_moe", "mlp.gate.weight"), ("hunyuan_v1_moe", "mlp.gate.wg.weight")],
+)
+def test_routers_that_are_not_rounded(name, tensor):
+    """transformers keeps them in float32 in a model of another dtype."""
+    folder = Path(__file__).parent / "golden" / "models" / name
+    model = jaxkv.load(folder, "bfloat16", progress=False)
+    router = model.decoder.blocks[1].mlp.router[...]
+    stored = load_file(folder / "model.safetensors")[f"model.layers.1.{tensor}"]
+    np.testing.assert_array_equal(router, stored)
+    assert model.decoder.blocks[1].mlp.experts_down[...].dtype == "bfloat16"

@@ -328,6 +328,8 @@ def test_quantised_weights(weights):
         ({"kv_heads": 2, "heads": 4}, "latent=.*kv_heads=1"),
         ({"head_dim": 32}, "latent=.*head_dim=24"),
         ({"qkv_bias": True}, "latent=.*biases"),
+        ({"attention_gate": True}, "latent=.*gate"),
+        ({"value_norm": True}, "latent=.*norms"),
         ({"norms": "after"}, "latent="),
     ],
 )

@@ -165,10 +165,10 @@ def test_biases_and_a_limit(way, tokens, count, chosen):
     np.testing.assert_allclose(found, oracle_with_biases(*of, up_bias, down_bias, 0.75), atol=4e-6)
 
 
-def mixture_of(experts, width=4):
+def mixture_of(experts, width=4, dtype="float32"):
     """A mixture of hidden width 4 without arrays."""
     config = dataclasses.replace(SMALL, embed=width, hidden=4, experts=experts)
-    kinds = jnp.dtype("float32")
+    kinds = jnp.dtype(dtype)
     return MixtureMLP(config, dtype=kinds, weights=kinds)
 
 
@@ -242,11 +242,43 @@ def test_routers(experts):
         ({"groups": 8, "chosen": 1}, "leaders"),
         ({"chosen": 3, "jitter": 0.1}, "jitter"),
         ({"shared": 0}, "shared"),
+        ({"shared_gate": True}, "shared_gate"),
+        ({"shared": 8, "own_norms": True, "bias": True}, "own_norms"),
+        ({"shared": 8, "own_norms": True, "shared_gate": True}, "own_norms"),
+        *(
+            ({"jitter": 0.1} | other, "jitter")
+            for other in (
+                {"sigmoid": True},
+                {"corrected": True},
+                {"groups": 2, "chosen_groups": 2},
+                {"normalised": False},
+                {"scale": 2.0},
+            )
+        ),
     ],
 )
 def test_choices_that_are_none(fields, name):
     with pytest.raises(ValueError, match=f"^{name}="):
         ExpertsConfig(**{"count": 8, "chosen": 2} | fields)
+
+
+def test_equal_logits_of_zero_are_close():
+    """In SparseMixer: of four experts, then of the three others."""
+    mixture = mixture_of(ExpertsConfig(count=4, chosen=2, jitter=0.1))
+    mixture.router.set_value(jnp.zeros((4, 4)))
+    ids, shares = mixture.select_experts(jnp.ones((2, 4)))
+    assert ids.tolist() == [[0, 1]] * 2
+    np.testing.assert_allclose(shares, [[1 / 4, 1 / 3]] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_wide_router_tells_what_bfloat16_rounds(wide):
+    """Two logits of bfloat16 vectors, 1 and 1 + 2**-12."""
+    mixture = mixture_of(ExpertsConfig(count=2, chosen=1, wide_router=wide), dtype="bfloat16")
+    router = jnp.asarray([[1.0, 0, 0, 0], [1 + 2**-12, 0, 0, 0]])
+    mixture.router.set_value(router.astype(mixture.router.get_value().dtype))
+    ids, _ = mixture.select_experts(jnp.ones((3, 4), jnp.bfloat16))
+    assert ids.tolist() == [[int(wide)]] * 3
 
 
 def test_shared_experts_run_for_every_token():

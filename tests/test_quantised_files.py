@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ from safetensors.numpy import load_file, save_file
 from test_slices import mesh_of
 
 import jaxkv
-from jaxkv.checkpoints import convert, open_checkpoint
+from jaxkv.checkpoints import StoredTensor, convert, open_checkpoint
+from jaxkv.checkpoints.quantised_weights import WeightFormat, dequantise_tensors
 from jaxkv.models.config import ModelConfig
+from jaxkv.models.sources import TensorSource
 from jaxkv.models.stored import StoredWeight
+from jaxkv.models.weights import read_parameter
 
 # Written by compressed-tensors, with what it reads from them (tests/golden/make_quantised.py).
 WRITTEN = Path(__file__).parent / "golden" / "quantised"
@@ -156,13 +160,80 @@ def write(folder, name, *, change=None, config=None):
         narrow |= {f"{LAYER}{base}.{part}": array for part, array in parts.items()}
     narrow |= change or {}
     narrow = {name: array for name, array in narrow.items() if array is not None}
-    both = (narrow, CONFIG | {"quantization_config": quantised | (config or {})}), (wide, CONFIG)
-    for kind, (tensors, keys) in zip(("narrow", "wide"), both, strict=True):
-        (folder / kind).mkdir()
-        (folder / kind / "config.json").write_text(json.dumps(keys))
-        arrays = {key: np.ascontiguousarray(each) for key, each in (shared | tensors).items()}
-        save_file(arrays, folder / kind / "model.safetensors")
-    return folder / "narrow", folder / "wide"
+    quantised = {"quantization_config": quantised | (config or {})}
+    return (
+        save(folder / "narrow", shared | narrow, CONFIG | quantised),
+        save(folder / "wide", shared | wide, CONFIG),
+    )
+
+
+def save(folder, tensors, keys):
+    """A folder with a config and tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(keys))
+    arrays = {key: np.ascontiguousarray(each) for key, each in tensors.items()}
+    save_file(arrays, folder / "model.safetensors")
+    return folder
+
+
+EXPERTS = {"gate_up_proj": (3, 96, 64), "down_proj": (3, 64, 48)}
+MIXTURE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def write_experts(folder, layout, change=None):
+    """As transformers' FP8Experts: codes of all experts in one tensor, scales of an expert or of blocks of it."""
+    rng = np.random.default_rng(11)
+    shared = {"model.embed_tokens.weight": rng.normal(size=(96, 64)).astype(np.float32)}
+    shared |= {f"{norm}.weight": np.ones(64, np.float32) for norm in NORMS}
+    shared |= {f"{LAYER}self_attn.{each}_norm.weight": np.ones(16, np.float32) for each in "qk"}
+    shared[f"{LAYER}mlp.gate.weight"] = rng.normal(size=(3, 64)).astype(np.float32)
+    for base, shape in LINEAR.items():
+        if "mlp" not in base:
+            shared[f"{LAYER}{base}.weight"] = rng.normal(0, 0.1, shape).astype(np.float32)
+    narrow, wide = {}, {}
+    for base, shape in EXPERTS.items():
+        codes = rng.uniform(-400, 400, shape).astype(E4M3)
+        high, across = (24, 40) if layout == "blocks" else shape[1:]
+        grid = shape[0], -(-shape[1] // high), -(-shape[2] // across)
+        scales = rng.uniform(1e-4, 4e-4, grid).astype(np.float32)
+        weight = np.zeros(shape, np.float32)
+        for expert, row, column in np.ndindex(shape):
+            scale = scales[expert, row // high, column // across]
+            weight[expert, row, column] = np.float32(codes[expert, row, column]) * scale
+        name = f"{LAYER}mlp.experts.{base}"
+        wide[name] = weight
+        narrow[name] = codes
+        narrow[f"{name}_scale_inv"] = scales.reshape(3) if layout == "vector" else scales
+        narrow[f"{name}_activation_scale"] = np.ones(3, np.float32)
+    narrow = {key: each for key, each in (narrow | (change or {})).items() if each is not None}
+    blocks = [24, 40] if layout == "blocks" else None
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": blocks}}
+    return (
+        save(folder / "narrow", shared | narrow, MIXTURE | quantised),
+        save(folder / "wide", shared | wide, MIXTURE),
+    )
+
+
+def check_parts(folder):
+    """Parts of all tensors of a checkpoint, along any axes, are those of the whole ones."""
+    rng = np.random.default_rng(3)
+    for key, tensor in open_checkpoint(folder).stored.items():
+        whole = tensor.read(())
+        assert whole.shape == tensor.shape and whole.dtype == tensor.dtype
+        for _ in range(12):
+            ends = [sorted(rng.integers(0, size + 1, 2).tolist()) for size in tensor.shape]
+            index = tuple(slice(*pair) for pair in ends)[: rng.integers(1, len(ends) + 1)]
+            np.testing.assert_array_equal(tensor.read(index), whole[index], err_msg=key)
 
 
 def logits(model):
@@ -182,14 +253,55 @@ def test_a_mesh_reads_its_parts(tmp_path, name):
     """Cut within words of eight codes and blocks of scales, along outputs and inputs."""
     narrow, _ = write(tmp_path, name)
     assert_same(jaxkv.load(narrow, mesh=mesh_of(2, 2)), jaxkv.load(narrow))
-    rng = np.random.default_rng(3)
-    for key, tensor in open_checkpoint(narrow).stored.items():
-        whole = tensor.read(())
-        assert whole.shape == tensor.shape and whole.dtype == tensor.dtype
-        for _ in range(12):
-            ends = [sorted(rng.integers(0, size + 1, 2).tolist()) for size in tensor.shape]
-            index = tuple(slice(*pair) for pair in ends)[: rng.integers(1, len(ends) + 1)]
-            np.testing.assert_array_equal(tensor.read(index), whole[index], err_msg=key)
+    check_parts(narrow)
+
+
+@pytest.mark.parametrize("layout", ["each", "vector", "blocks"])
+def test_experts_in_one_tensor(tmp_path, layout):
+    narrow, wide = write_experts(tmp_path, layout)
+    read = jaxkv.load(narrow)
+    assert_same(read, jaxkv.load(wide))
+    assert_same(jaxkv.load(narrow, mesh=mesh_of(2, 2)), read)
+    check_parts(narrow)
+
+
+DOWNS = f"{LAYER}mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({f"{DOWNS}_scale_inv": np.ones((2, 1, 1), "f")}, rf"^{DOWNS}_scale_inv=\(2, 1, 1\): does"),
+        ({f"{DOWNS}_scale_inv": np.ones((3, 5, 5), "f")}, r"weight_scale_inv=\(5, 5\): does not"),
+        ({f"{DOWNS}_scale_inv": None}, f"^{DOWNS}.dtype='float8_e4m3fn': .*scales"),
+    ],
+)
+def test_experts_whose_scales_do_not_fit(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        jaxkv.load(write_experts(tmp_path, "each", change)[0])
+
+
+def test_words_of_awq_are_read_once():
+    """They hold outputs, of which each part would read all words."""
+    rng, reads = np.random.default_rng(1), []
+    arrays = {
+        "m.qweight": rng.integers(0, 2**31, (1024, 128), np.int32),
+        "m.qzeros": rng.integers(0, 2**31, (8, 128), np.int32),
+        "m.scales": np.ones((8, 1024), np.float16),
+    }
+
+    def hold(name):
+        """The stored tensor of an array, which notes when it is read."""
+        array = arrays[name]
+        read = lambda index: reads.append(name) or array[index]  # noqa: E731
+        return StoredTensor(shape=array.shape, dtype=array.dtype, read=read)
+
+    form = WeightFormat(method="awq", blocks=(128, 128), zeros_less_one=False)
+    weight = dequantise_tensors({name: hold(name) for name in arrays}, form)["m.weight"]
+    source = TensorSource(name="m.weight", axes=((1024,), (1024,)))
+    like = jax.ShapeDtypeStruct((1024, 1024), np.float32)
+    read_parameter([(source, weight)], like, "blocks.0.mlp.down", None)
+    assert sorted(reads) == sorted(arrays)
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])

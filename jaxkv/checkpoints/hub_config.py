@@ -56,6 +56,11 @@ class ModelFamily:
         """Names of all config keys that the family requires: those of the shared list named by `like`, then its own."""
         return f"{_TABLES['read'][self.like]} {self.read}".split()
 
+    @property
+    def known_keys(self) -> list[str]:
+        """Names of all config keys with an effect: those that the family requires, and its own optional ones."""
+        return [*self.required_keys, *self.optional.split()]
+
 
 _TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8"))
 FAMILIES = {name: ModelFamily(**row) for name, row in _TABLES["families"].items()}
@@ -145,9 +150,23 @@ def read_rope_keys(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     return local, outer | given | scaling | by_type[1]
 
 
+def merge_layer_values(value: Any, layers: Any) -> Any:
+    """Return the value that a list gives for every layer, if it is the same for all of them; other values unchanged.
+
+    Args:
+        value: value of a config key.
+        layers: number of layers.
+
+    Returns:
+        The value, or the list's only one.
+    """
+    alike = isinstance(value, list) and len(value) == layers and value == value[:1] * len(value)
+    return value[0] if alike and value else value
+
+
 def _check_keys(config: Config) -> None:
     """Raise ValueError for keys or values unsupported by the family, or an unsupported quantisation."""
-    kind = config["model_type"]
+    kind, layers = config["model_type"], config.get("num_hidden_layers")
     family = FAMILIES[kind]
     told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()
     allowed = {*told, *IGNORED, *family.required_keys}
@@ -155,7 +174,8 @@ def _check_keys(config: Config) -> None:
         values = family.neutral.get(key, None if key in allowed else _EVERY["neutral"].get(key, ()))
         built = f"use {' or '.join(map(repr, values))}" if values else "leave it out"
         remedy = f"not supported for {kind}: {built} if that changes nothing"
-        require(values is None or value in values, key, value, remedy)
+        known = values is None or merge_layer_values(value, layers) in values
+        require(known, key, value, remedy)
     parse_weight_format(config)
 
 

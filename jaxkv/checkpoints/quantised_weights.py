@@ -110,7 +110,8 @@ def dequantise_tensors(
 ) -> dict[str, StoredTensor]:
     """Return all tensors by name, with a float32 `weight` `[O, I]` for the tensors of each quantised weight.
 
-    Scales of activations and caches are left out.
+    A tensor of all experts' 8-bit codes `[X, O, I]` that has scales becomes one of float32 by the same name. Scales of
+    activations and caches are left out.
 
     Args:
         stored: all tensors by their names in the files.
@@ -125,7 +126,7 @@ def dequantise_tensors(
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         part = name.rpartition(".")[2]
-        if part not in _IGNORED:
+        if part not in _IGNORED and not part.endswith("_activation_scale"):
             modules.setdefault(name.removesuffix(part), {})[part] = tensor
     found: dict[str, StoredTensor] = {}
     for prefix, parts in modules.items():
@@ -136,7 +137,46 @@ def dequantise_tensors(
             found[f"{prefix}weight"] = _WeightParts(prefix, parts).dequantise(form)
             parts = {part: parts[part] for part in parts if part not in (*_CODES, *_BESIDE)}
         found |= {prefix + part: tensor for part, tensor in parts.items()}
+        for part in parts:
+            if (scale := f"{part}_scale_inv") in parts:
+                held = parts[part], found.pop(prefix + scale)
+                found[prefix + part] = _dequantise_experts(prefix + part, *held, form)
     return found
+
+
+def _dequantise_experts(
+    name: str, codes: StoredTensor, scales: StoredTensor, form: WeightFormat
+) -> StoredTensor:
+    """Return the float32 weights `[X, O, I]` of all experts in a tensor, dequantised one by one when read."""
+    alike = len(codes.shape) == 3 and scales.shape[:1] == codes.shape[:1]
+    remedy = f"does not fit codes of {codes.shape}, of all experts: {AGAIN}"
+    require(alike, f"{name}_scale_inv", scales.shape, remedy)
+
+    def pick(tensor: StoredTensor, expert: int) -> StoredTensor:
+        return StoredTensor(
+            shape=tensor.shape[1:],
+            dtype=tensor.dtype,
+            read=lambda index: tensor.read((slice(expert, expert + 1), *index))[0],
+        )
+
+    weights = [
+        _WeightParts(
+            f"{name}.{at}.", {"weight": pick(codes, at), "weight_scale_inv": pick(scales, at)}
+        ).dequantise(form)
+        for at in range(codes.shape[0])
+    ]
+
+    def read_experts(index: Index) -> np.ndarray:
+        """Read a part of each of some experts' weights."""
+        experts, *inside = complete_index(index, codes.shape)
+        made = np.empty([each.stop - each.start for each in (experts, *inside)], np.float32)
+        for at, weight in enumerate(weights[experts]):
+            made[at] = weight.read(tuple(inside))
+        return made
+
+    return StoredTensor(
+        shape=codes.shape, dtype=np.dtype(np.float32), read=read_experts, computed=True
+    )
 
 
 class _WeightParts:
@@ -200,11 +240,12 @@ class _WeightParts:
             dtype=np.dtype(np.float32),
             read=read_dequantised_part,
             stepped=words or codes.dtype == np.uint8,
-            computed=True,
+            # AWQ's words have outputs last: each part would read all of them again.
+            computed=not (words and form.method == "awq"),
         )
 
     def _read_words(self, form: WeightFormat) -> tuple[StoredTensor, StoredTensor, StoredTensor]:
-        """Return codes, scales and zero points of AWQ or GPTQ, which store inputs first and eight codes in a word."""
+        """Return codes and scales, zero points: of words `[I, O/8]` (AWQ) or `[I/8, O]` (GPTQ), scales `[I/g, O]`."""
         words, zeros = self._get("qweight", "int32"), self._get("qzeros", "int32")
         awq = form.method == "awq"
         order = _AWQ_ORDER if awq else None
@@ -214,7 +255,7 @@ class _WeightParts:
         return codes, _to_float(_transpose(self._get("scales"))), _transpose(_unpack(zeros, order))
 
     def _read_numbers(self, scale: str) -> tuple[StoredTensor, StoredTensor, StoredTensor | None]:
-        """Return codes, scales and zero points of the other formats, which store outputs first."""
+        """Return codes `[O, I]`, scales and zero points of blocks of these, of the other formats."""
         packed = "weight_packed" in self._parts
         codes = (
             self._get("weight_packed", "int32", "uint8")

@@ -37,7 +37,7 @@ class ModelConfig:
 
     Attributes:
         vocab: tokens in the vocabulary, V.
-        layers: number of layers with entries, L; `kinds` says which layers with a state are below each.
+        layers: number of layers with entries, L; `kinds` says which layers with a state run directly before each.
         embed: width of the residual stream, E.
         hidden: width of the MLP, or of one expert, F; a spec of `kinds` may give its layers another.
         heads: query heads, H = K * G.
@@ -194,6 +194,9 @@ class ModelConfig:
             "without latent, qk_norm_wide and qk_layer_norm"
         )
         yield "kinds", fits, remedy
+        own = any(isinstance(each, FoldedLayerSpec) for each in self.kinds)
+        remedy = "not supported in layers with their own head dim: omit it"
+        yield "interleaved", not (own and self.interleaved), remedy
         if self.experts is not None:
             known = self.activation == "silu" or (
                 self.activation != "xielu" and self.experts.limit is None
@@ -214,9 +217,13 @@ class ModelConfig:
             fits = self.kv_heads == 1 and self.head_dim == self.latent.entry_dim
             remedy = f"its entries need kv_heads=1 and head_dim={self.latent.entry_dim}"
             yield "latent", fits, remedy
-            biased = self.qkv_bias or self.out_bias or self.sink_logits
-            remedy = "biases, sink logits and norms of queries and keys are not supported with it: omit these"
-            yield "latent", not (biased or self.qk_norm or self.has_qk_gains), remedy
+            added = self.qkv_bias or self.out_bias or self.sink_logits or self.attention_gate
+            normed = self.qk_norm or self.has_qk_gains or self.value_norm
+            remedy = (
+                "biases, sink logits, a gate and norms of queries, keys or values are not "
+                "supported with it: omit these"
+            )
+            yield "latent", not (added or normed), remedy
             serial = self.norms == "before" and not self.parallel
             yield "latent", serial, "it needs serial blocks with norms='before'"
 

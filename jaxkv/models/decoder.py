@@ -19,9 +19,7 @@ from jaxkv.models.layers import (
     add_linear_weight,
     apply_linear,
     make_empty_parameter,
-    multiply_by_weight,
 )
-from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import FoldedLayerSpec, LayerSpec
 from jaxkv.sharding.collectives import get_shard_offset, sum_over_devices
 from jaxkv.sharding.mesh import ShardingMesh
@@ -41,8 +39,9 @@ class Decoder(nnx.Module):
     """Decoder-only transformer as a module of parameters: embedding, blocks, norm, output matrix; shapes until loaded.
 
     With `weights="int8"` linear maps are int8 codes and a scale per output; with "int4" they are 4-bit codes with a
-    scale and a minimum per 32 codes. The embedding (which may also be the output matrix), norms, biases and a mixture's
-    router are in `dtype`.
+    scale and a minimum per 32 codes. The embedding (which may also be the output matrix), norms, biases, a mixture's
+    router and shared gate, a latent's key_up and value_up, and a delta net's rd and taps are in `dtype`; a mixture's
+    correction, and some families' routers, are float32.
     """
 
     def __init__(
@@ -131,12 +130,8 @@ class EmbeddingAndHead(nnx.Module):
 
     def project_to_logits(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
         """Return float32 logits `[B, V]` of normed hidden states, scaled and soft-capped; on a mesh, a shard of V."""
-        logits = (
-            multiply_by_weight(normed, StoredWeight(self.embedding[...]))
-            if self.head is None
-            else apply_linear(self, "head", normed)
-        )
-        logits = logits.astype(jnp.float32)
+        name = "embedding" if self.head is None else "head"
+        logits = apply_linear(self, name, normed).astype(jnp.float32)
         scale = self.config.logit_scale
         return apply_softcap(logits if scale == 1 else logits * scale, self.config.logit_softcap)
 

@@ -253,7 +253,7 @@ class DecoderBlock(nnx.Module):
 
     def expand_entries(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"]
-    ) -> tuple[Float[Array, "B H S C"], Float[Array, "B H S C"]]:
+    ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
         """Return keys and values for attention within a prompt from rotated keys and values of the cache."""
         return k, v
 

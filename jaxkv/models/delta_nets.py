@@ -18,10 +18,8 @@ from jaxkv.models.layers import (
     add_linear_weight,
     apply_linear,
     make_empty_parameter,
-    multiply_by_weight,
 )
 from jaxkv.models.states import DeltaState
-from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import DeltaNetSpec
 
 # Tokens per chunk, whose deltas one triangular system gives together.
@@ -34,7 +32,15 @@ Mixed = Float[Array, "B H R N Dv"]
 
 
 class DeltaInputs(NamedTuple):
-    """N tokens as the heads' matrices take them, float32: logarithms of decays; decay and rate 0 change nothing."""
+    """N tokens of a delta net, float32; one with `log_decay` 0 and `rate` 0 leaves the state unchanged.
+
+    Attributes:
+        q: queries of key heads.
+        k: keys.
+        v: values of each key head's R value heads.
+        log_decay: logarithms of the factors on the heads' matrices.
+        rate: shares of the deltas that are written.
+    """
 
     q: Float[Array, "B H N Dk"]
     k: Float[Array, "B H N Dk"]
@@ -81,9 +87,7 @@ class GatedDeltaNet(nnx.Module):
         again = lax.optimization_barrier(x)
         once_more = lax.optimization_barrier(again)
         qk, vz = apply_linear(self, "qk", x), apply_linear(self, "vz", again)
-        rate, decay = jnp.moveaxis(
-            multiply_by_weight(once_more, StoredWeight(self.rd[...]), wide=True), 2, 0
-        )
+        rate, decay = jnp.moveaxis(apply_linear(self, "rd", once_more, wide=True), 2, 0)
         log_speed, offset = (
             each[...].astype(jnp.float32) for each in (self.log_speed, self.speed_offset)
         )

@@ -15,7 +15,7 @@ from jaxkv.sharding.collectives import get_shard_offset
 class FoldedBlock(DecoderBlock):
     """Block with several kv heads in an entry: a query is 0 in the channels of the others, so its logits are its own.
 
-    Within a prompt, every head has its own keys and values.
+    Within a prompt, every head has its own keys and values: on a device, the A kv heads of its queries.
     """
 
     spec: FoldedLayerSpec
@@ -45,7 +45,7 @@ class FoldedBlock(DecoderBlock):
         # Attention divides by the root of an entry's channels.
         own = jax.nn.one_hot(self._own_heads, self.spec.folded) * math.sqrt(self.spec.folded)
         spread = q[..., None, :] * own[:, None, :, None]
-        return spread.reshape(*q.shape[:-1], self.spec.get_entry_dim(0)).astype(normed.dtype)
+        return spread.reshape(*q.shape[:-1], self.spec.entry_dim).astype(normed.dtype)
 
     def rotate_keys(
         self, k: Float[Array, "B K N D"], by: RopeTables, dtype: jnp.dtype
@@ -53,7 +53,7 @@ class FoldedBlock(DecoderBlock):
         """Return the heads' keys, rotated, in `dtype`."""
         return _join_heads(super().rotate_keys(self._split_heads(k), by, dtype))
 
-    def compute_prompt_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B H G N C"]:
+    def compute_prompt_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B A G N C"]:
         """Return rotated queries by kv head."""
         q = super().compute_rotated_queries(normed, by)
         heads, group, _ = self.prompt_shape
@@ -61,7 +61,7 @@ class FoldedBlock(DecoderBlock):
 
     def expand_entries(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"]
-    ) -> tuple[Float[Array, "B H S C"], Float[Array, "B H S C"]]:
+    ) -> tuple[Float[Array, "B A S C"], Float[Array, "B A S C"]]:
         """Return the keys and values of the kv heads of this device's queries."""
         heads, group, dim = self.prompt_shape
         own = self._own_heads[::group]
@@ -70,7 +70,7 @@ class FoldedBlock(DecoderBlock):
         return k, v
 
     def apply_prompt_output_and_mlp(
-        self, x: Hidden, attended: Float[Array, "B H G N C"], *, apart: bool = False
+        self, x: Hidden, attended: Float[Array, "B A G N C"], *, apart: bool = False
     ) -> Hidden:
         """Return hidden states after the output projection, the MLP and both sums, from each head's mean values."""
         shape = self.config.kv_heads, self.config.group_size

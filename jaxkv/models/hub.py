@@ -14,6 +14,7 @@ from jaxkv.checkpoints.hub_config import (
     LAYER_TYPES,
     Config,
     complete_config,
+    merge_layer_values,
     read_rope_keys,
 )
 from jaxkv.models.hub_rope import read_rope
@@ -26,6 +27,7 @@ from jaxkv.models.values import (
     NoRope,
     Rope,
     check_positive,
+    compute_yarn_magnitude,
 )
 
 # Fields of `ExpertsConfig` by the config keys that give them, and their checks; `shared_count` times the width of an
@@ -65,6 +67,7 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
         read_config_key(validate_int, key)
         for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
+    experts = _read_experts(config, layers)
     # Command R's files have another key for the context.
     longest = max(
         validate_int(key, config[key])
@@ -75,7 +78,9 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
         "vocab": read_config_key(validate_int, "vocab_size"),
         "layers": layers,
         "embed": embed,
-        "hidden": read_config_key(validate_int, "intermediate_size"),
+        "hidden": read_config_key(
+            validate_int, "intermediate_size" if experts is None else _find_expert_width_key(kind)
+        ),
         "heads": heads,
         "kv_heads": read_config_key(validate_int, "num_key_value_heads"),
         "head_dim": validate_int("head_dim", config.get("head_dim", embed // heads)),
@@ -94,13 +99,11 @@ def read_config_fields(raw: Config) -> dict[str, Any]:
         "shared_norm": is_switch_enabled("use_parallel_residual"),
         "bos": next(iter(read_config_key(_read_token_ids, "bos_token_id")), None),
         "eos": read_config_key(_read_token_ids, "eos_token_id"),
-        "experts": _read_experts(config),
+        "experts": experts,
     }
     fields |= {**family.switches, **_read_scales(config)}
     if kind == "falcon":
         fields |= _read_falcon_fields(config, heads, fields["kv_heads"])
-    if fields["experts"] is not None and fields["experts"].own_norms:
-        fields["hidden"] = read_config_key(validate_int, "moe_intermediate_size")
     if "kv_lora_rank" in config:
         fields |= _read_latent_fields(config, heads)
     return fields | _read_layer_fields(config, layers, longest)
@@ -112,21 +115,30 @@ def _read_token_ids(key: str, value: Any) -> tuple[int, ...]:
     return tuple(validate_int(key, each, least=0) for each in values if each != -1)
 
 
-def _read_experts(config: Config) -> ExpertsConfig | None:
+def _find_expert_width_key(kind: str) -> str:
+    """Return the config key of an expert's width in a family with experts."""
+    own = "moe_intermediate_size"
+    return own if own in FAMILIES[kind].known_keys else "intermediate_size"
+
+
+def _select_read_keys(config: Config) -> Config:
+    """Return a config without the keys that its family ignores, or allows with one value alone."""
+    family = FAMILIES[config["model_type"]]
+    return {key: value for key, value in config.items() if key in family.known_keys}
+
+
+def _read_experts(config: Config, layers: int) -> ExpertsConfig | None:
     """Return the `ExpertsConfig` of a parsed `config.json`; None for a dense model."""
     family = FAMILIES[config["model_type"]]
     names = family.names
-    keys = {*family.required_keys, *family.optional.split()}
+    given = _select_read_keys(config)
     found = dict(family.experts)
     for key, (field, check) in _EXPERTS.items():
         name = names.get(key, key)
-        if name in keys & config.keys():
-            value = config[name]
-            # One number for each layer, all the same.
-            alike = isinstance(value, list) and len(set(value)) == 1
-            found[field] = check(name, value[0] if alike else value)
+        if name in given:
+            found[field] = check(name, merge_layer_values(given[name], layers))
     # A Gemma 4 says whether it has any.
-    mixed = config.get("enable_moe_block", "count" in found)
+    mixed = validate_bool("enable_moe_block", given.get("enable_moe_block", "count" in found))
     if not mixed:
         return None
     require("count" in found, "num_experts", None, "enable_moe_block=true needs their number")
@@ -135,29 +147,31 @@ def _read_experts(config: Config) -> ExpertsConfig | None:
         found |= {"groups": 1, "chosen_groups": 1}
     shared = found.pop("shared_count", None)
     if shared is not None:
-        width = names.get("intermediate_size", "intermediate_size")
+        width = _find_expert_width_key(config["model_type"])
         found["shared"] = shared * validate_int(width, config[width])
     return ExpertsConfig(**found | {"shared": found.get("shared") or None})
 
 
 def _read_dense_widths(config: Config, layers: int) -> list[int | None]:
     """Return the width of the dense MLP of each layer without experts, None for others; ValueError for wrong lists."""
+    given = _select_read_keys(config)
 
     def read(key: str, default: int, least: int = 0) -> int:
         """Return a key's layer index or number of layers."""
-        return validate_int(key, config.get(key, default), least=least)
+        return validate_int(key, given.get(key, default), least=least)
 
     first = max(read("first_k_dense_replace", 0), read("moe_layer_start_index", 0))
     end = read("moe_layer_end_index", -1, -1)
     last = layers - 1 if end == -1 else end
     every = read("decoder_sparse_step", 1, 1) * read("moe_layer_interval", 1, 1)
     dense = [not first <= at <= last or (at + 1) % every > 0 for at in range(layers)]
-    only = config.get("mlp_only_layers", ())
+    only = given.get("mlp_only_layers", ())
     listed = isinstance(only, (list, tuple)) and all(each in range(layers) for each in only)
     require(listed, "mlp_only_layers", only, f"give indices of the {layers} layers")
-    types = config.get("mlp_layer_types")
+    types = given.get("mlp_layer_types")
     if types is not None:
-        known = isinstance(types, list) and {*types} <= {"dense", "sparse"} and len(types) == layers
+        known = isinstance(types, list) and len(types) == layers
+        known = known and all(each in ("dense", "sparse") for each in types)
         remedy = f"give 'dense' or 'sparse' for each of {layers} layers"
         require(known, "mlp_layer_types", types, remedy)
         dense = [each == "dense" for each in types]
@@ -227,7 +241,12 @@ def _read_latent_fields(config: Config, heads: int) -> dict[str, Any]:
     }
     latent = LatentConfig(**widths)
     given = config["num_key_value_heads"]
-    require(given == heads, "num_key_value_heads", given, f"keys are of every head: give {heads}")
+    require(
+        given == heads,
+        "num_key_value_heads",
+        given,
+        f"latent attention needs as many kv heads as heads: give {heads}",
+    )
     return {
         "latent": latent,
         "kv_heads": 1,
@@ -254,7 +273,9 @@ def _read_global_heads(config: Config, sliding: Sequence[bool]) -> dict[str, int
     given = config.get("per_layer_config", dict.fromkeys(map(str, whole), own))
     names = ("head_dim", "num_key_value_heads")
     remedy = f"give the same {' and '.join(names)} for layers {whole}, and none for others"
-    told = isinstance(given, Mapping) and all(str(at).isdecimal() for at in given)
+    told = isinstance(given, Mapping) and all(
+        str(at).isdecimal() and isinstance(each, Mapping) for at, each in given.items()
+    )
     require(told and sorted(map(int, given)) == whole, "per_layer_config", given, remedy)
     own, *others = given.values()
     alike = all(each == own for each in others) and own.keys() <= {*names}
@@ -273,9 +294,8 @@ def _build_gemma4_spec(spec: LayerSpec, config: Config, kv_heads: int) -> LayerS
     if spec.sliding_window is None:
         shared = validate_bool("attention_k_eq_v", config["attention_k_eq_v"])
         return dataclasses.replace(spec, values_from_keys=shared)
-    fields = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
     return FoldedLayerSpec(
-        **fields,
+        **vars(spec),
         head_dim=validate_int("head_dim", config["head_dim"]),
         folded=config["num_key_value_heads"] // kv_heads,
     )
@@ -289,7 +309,7 @@ def _compute_latent_scale(config: Config) -> float:
         return float(scale)
     magnitude = check_positive("rope_scaling.mscale_all_dim", rope["mscale_all_dim"])
     factor = check_positive("rope_scaling.factor", rope.get("factor"))
-    return float(scale * (1 + 0.1 * magnitude * math.log(max(1.0, factor))) ** 2)
+    return float(scale * compute_yarn_magnitude(factor, magnitude) ** 2)
 
 
 def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, Any]:
@@ -337,7 +357,7 @@ def _read_state_layers(config: Config, layers: int) -> list[tuple[DeltaNetSpec, 
     types = config["layer_types"]
     remedy = f"give {state} or {full} for each of {layers} layers, {full} for the last one"
     listed = isinstance(types, (list, tuple)) and len(types) == layers
-    sound = listed and {*types} <= {state, full} and types[-1] == full
+    sound = listed and all(each in (state, full) for each in types) and types[-1] == full
     require(sound, "layer_types", types, remedy)
     width = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     remedy = "not supported in models with layers that have a state: give null"

@@ -1,12 +1,11 @@
 """Rotary embeddings from a Hugging Face config."""
 
 import dataclasses
-import math
 from typing import Any
 
-from jaxkv._checks import validate_float
+from jaxkv._checks import validate_float, validate_int
 from jaxkv._errors import require
-from jaxkv.checkpoints.hub_config import Config
+from jaxkv.checkpoints.hub_config import FAMILIES, Config
 from jaxkv.models.values import (
     READERS,
     DynamicRope,
@@ -18,6 +17,7 @@ from jaxkv.models.values import (
     Rope,
     YarnRope,
     check_positive,
+    compute_yarn_magnitude,
 )
 
 _ROPES = {
@@ -28,9 +28,8 @@ _ROPES = {
     "longrope": LongRope,
     "yarn": YarnRope,
 }
-_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Families that rotate a part of the channels.
-_PARTIAL = ("glm4", "glm4_moe", "minimax_m2", "phi3", "stablelm", *_DELTA_NETS)
+_PARTIAL = [name for name, each in FAMILIES.items() if "partial_rotary_factor" in each.known_keys]
 
 
 def read_rope(given: Config, config: Config, longest: int) -> Rope:
@@ -58,7 +57,8 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         # transformers' default rotary embedding rotates all channels.
         keys |= {} if keys.get("rope_type", "default") == "default" else {"rotated": rotated}
     # MiniMax's files say how many channels are rotated.
-    share = keys.pop("partial_rotary_factor", config.get("rotary_dim", dim) / dim)
+    part = validate_int("rotary_dim", config.get("rotary_dim", dim))
+    share = keys.pop("partial_rotary_factor", part / dim)
     remedy = f"give a share of the channels above 0; only {', '.join(_PARTIAL)} rotate a part"
     # Mistral 4 gives the share of a head's channels.
     rotated, others = (config.get(f"qk_{each}_head_dim", 0) for each in ("rope", "nope"))
@@ -72,7 +72,7 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         if kind in ("longrope", "su"):
             name = "original_max_position_embeddings"
             keys[name] = config[name]
-    if family in _DELTA_NETS:
+    if "linear_num_key_heads" in config:
         # Positions of text are the same in all three sections.
         for key in ("mrope_section", "mrope_interleaved"):
             keys.pop(key, None)
@@ -81,7 +81,7 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         keys["attention_factor"], other = (
             keys.pop(f"{each}_mscale", None) for each in ("long", "short")
         )
-        remedy = "give the same as rope_scaling.long_mscale"
+        remedy = "long_mscale and short_mscale must be equal, as in the published model"
         require(other == keys["attention_factor"], "rope_scaling.short_mscale", other, remedy)
     if family.startswith("hunyuan") and kind == "dynamic" and keys.get("alpha"):
         # A larger base for texts of any length: all other numbers change nothing.
@@ -129,7 +129,7 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     if all(magnitudes) and magnitudes:
         # DeepSeek's variant of YaRN; transformers reads these numbers only if both are given.
         checked = (check_positive("rope_scaling.mscale", each) for each in magnitudes)
-        above, below = (1 + 0.1 * each * math.log(max(1.0, values["factor"])) for each in checked)
+        above, below = (compute_yarn_magnitude(values["factor"], each) for each in checked)
         values["attention_factor"] = values["attention_factor"] or above / below
     if known[kind] is LongRope:
         values["long"] = longest > values["original_max_position"]

@@ -69,7 +69,7 @@ def add_linear_weight(module: nnx.Module, name: str, *shape: int, dtype: jnp.dty
 def get_stored_weight(module: Any, name: str) -> StoredWeight:
     """Return a module's linear weight `name`, floats or codes with scales, as a `StoredWeight`."""
     beside = {
-        each: get_parameter_array(getattr(module, f"{name}_{each}"))
+        each: get_parameter_array(getattr(module, f"{name}_{each}", None))
         for each in ("scale", "scales", "leasts")
     }
     return StoredWeight(getattr(module, name)[...], **beside)

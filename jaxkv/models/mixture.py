@@ -21,6 +21,7 @@ from jaxkv.models.layers import (
     RMSNorm,
     Vectors,
     add_linear_weight,
+    apply_linear,
     get_parameter_array,
     get_stored_weight,
     make_empty_parameter,
@@ -37,8 +38,9 @@ Tokens = Float[Array, "T E"]
 Scores = Float[Array, "T X"]
 Chosen = Int[Array, "T k"]
 Shares = Float[Array, "T k"]
-# Activations from gates and ups, float32.
-GatedActivation = Callable[[Array, Array], Array]
+# Gates, ups or activations of experts, float32; and how the last follow from the others.
+Hidden = Float[Array, "*n F"]
+GatedActivation = Callable[[Hidden, Hidden], Hidden]
 # Rows per block. Smaller blocks cost as much, because an expert's weights are read in any case; larger ones exceed a
 # GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
@@ -64,7 +66,9 @@ class MixtureMLP(nnx.Module):
         self.experts, count, width, hidden = experts, experts.count, config.embed, config.hidden
         self.activation = config.activation
         wide = jnp.dtype(jnp.float32)
-        self.router = make_empty_parameter(count, width, dtype=dtype)
+        self.router = make_empty_parameter(
+            count, width, dtype=wide if experts.wide_router else dtype
+        )
         self.correction = make_empty_parameter(count, dtype=wide) if experts.corrected else None
         add_linear_weight(self, "experts_gate_up", count, 2, hidden, width, dtype=weights)
         add_linear_weight(self, "experts_down", count, width, hidden, dtype=weights)
@@ -106,7 +110,7 @@ class MixtureMLP(nnx.Module):
             return out
         beside = self.shared.compute_shard_output(x)
         if self.shared_gate is not None:
-            gate = multiply_by_weight(x, StoredWeight(self.shared_gate[...]), wide=True)
+            gate = apply_linear(self, "shared_gate", x, wide=True)
             beside = beside * jax.nn.sigmoid(gate)
         return out + beside
 
@@ -140,8 +144,8 @@ class MixtureMLP(nnx.Module):
     def select_experts(self, x: Tokens) -> tuple[Chosen, Shares]:
         """Return each token's k expert ids `[T, k]`, highest score first, and their float32 weights in the sum."""
         experts = self.experts
-        bias = get_parameter_array(self.router_bias)
-        logits = multiply_by_weight(x, StoredWeight(self.router[...]), bias, wide=True)
+        with jax.default_matmul_precision("float32"):
+            logits = apply_linear(self, "router", x.astype(self.router[...].dtype), wide=True)
         if experts.jitter is not None:
             return _select_by_sparse_mixer(logits, 2 * experts.jitter)
         scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits, axis=-1)
@@ -199,7 +203,8 @@ def _select_by_sparse_mixer(logits: Scores, most: float) -> tuple[Chosen, Shares
     ids, shares, left = [], [], logits
     for _ in range(2):
         best = left.max(axis=-1, keepdims=True)
-        close = (best - logits) / jnp.maximum(jnp.abs(logits), best) <= most
+        # Equal logits of 0 are close: their quotient is NaN.
+        close = ~((best - logits) / jnp.maximum(jnp.abs(logits), best) > most)
         shares.append(1 / jnp.where(close, jnp.exp(left - best), 0).sum(axis=-1))
         ids.append(left.argmax(axis=-1).astype(jnp.int32))
         left = jnp.where(jax.nn.one_hot(ids[-1], left.shape[-1], dtype=jnp.bool), -jnp.inf, left)
@@ -226,12 +231,12 @@ class ExpertInputs(NamedTuple):
     bias: Float[Array, "X 2 F"] | None = None
 
 
-def multiply_gated(gate: Array, up: Array, activation: str = "silu") -> Array:
+def multiply_gated(gate: Hidden, up: Hidden, activation: str = "silu") -> Hidden:
     """Return an expert's activations, float32: those of its gates times its ups."""
     return ACTIVATION_FUNCTIONS[activation](gate) * up
 
 
-def multiply_clipped(gate: Array, up: Array, limit: float) -> Array:
+def multiply_clipped(gate: Hidden, up: Hidden, limit: float) -> Hidden:
     """Return the activations of gpt-oss' experts, float32, with gates and ups clipped by `limit`."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return (up + 1) * gate * jax.nn.sigmoid(_SLOPE * gate)

@@ -18,6 +18,7 @@ from jaxkv.models.values import (
     ProportionalRope,
     Rope,
     YarnRope,
+    compute_yarn_magnitude,
     count_rotated_channels,
 )
 
@@ -81,7 +82,7 @@ def _scale_yarn_frequencies(
     interpolated = np.clip(ramp, 0.0, 1.0)
     factor = rope.attention_factor
     if factor is None:
-        factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        factor = compute_yarn_magnitude(rope.factor)
     return plain / rope.factor * interpolated + plain * (1 - interpolated), factor
 
 

@@ -9,6 +9,7 @@ from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.checkpoints.hub_config import FAMILIES, TENSORS
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
+from jaxkv.models.values import Rope, compute_channel_order
 
 Shape = tuple[int, ...]
 # Parameters of a mixture that transformers 5 calls alike in all families, if one tensor holds all experts.
@@ -241,22 +242,21 @@ def _make_latent_source(base: str, prefix: str, shape: Shape, config: ModelConfi
             axes=((1, shape[1], both), shape[-1:]),
             pick=(range(1), range(shape[1]), range(begin, begin + shape[2])),
         )
-    turned = list(range(latent.rotated))
-    halves = turned[::2], turned[1::2]
-    if not config.interleaved:
-        halves = turned[: latent.rotated // 2], turned[latent.rotated // 2 :]
     if base == "q":
         name = "q_proj" if latent.query_rank is None else "q_b_proj"
-        first, second = ([latent.unrotated + at for at in half] for half in halves)
-        middle = latent.unrotated // 2
-        order = (*first, *range(middle), *second, *range(middle, latent.unrotated))
+        dim = latent.query_dim
+        rope = Rope(share=latent.rotated / dim)
+        found = compute_channel_order(rope, dim, interleaved=config.interleaved)
+        # A checkpoint has rotated channels behind the others.
+        order = tuple((at + latent.unrotated) % dim for at in found)
         return dataclasses.replace(
             _make_tensor_source(f"{prefix}.{name}.weight", shape), order=order
         )
     source = _make_tensor_source(f"{prefix}.{_LATENTS[base]}.weight", shape)
     if base != "latent":
         return source
-    order = (*range(latent.rank), *(latent.rank + at for half in halves for at in half))
+    found = compute_channel_order(Rope(), latent.rotated, interleaved=config.interleaved)
+    order = (*range(latent.rank), *(latent.rank + at for at in found))
     return dataclasses.replace(source, order=order)
 
 

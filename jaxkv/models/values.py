@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxkv._checks import validate_bool, validate_float, validate_int
+from jaxkv._checks import validate_bool, validate_float, validate_int, validate_optional_field
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 
@@ -159,6 +159,11 @@ class YarnRope(Rope):
             self.beta_fast,
             f"give a value of at least {self.beta_slow=}",
         )
+
+
+def compute_yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Return YaRN's factor on cosine and sine; DeepSeek's `mscale` weighs its part above 1."""
+    return 1 + 0.1 * weight * math.log(max(1.0, factor))
 
 
 @frozen_dataclass
@@ -313,10 +318,7 @@ class LayerSpec:
     def __post_init__(self) -> None:
         check_number_fields(self)
         for name in ("sliding_window", "dense_hidden"):
-            given = getattr(self, name)
-            if given is not None:
-                given = validate_int(name, given, "give 1 or more, or None")
-            object.__setattr__(self, name, given)
+            validate_optional_field(self, name, validate_int, "give 1 or more, or None")
 
     def get_head_dim(self, usual: int) -> int:
         """Return the channels of one of the layer's heads: `usual`, those of a model's heads."""
@@ -354,7 +356,12 @@ class FoldedLayerSpec(LayerSpec):
         return self.head_dim
 
     def get_entry_dim(self, usual: int) -> int:
-        """Return D of the layer: the channels of all heads in one of its entries."""
+        """Return D of the layer; `usual` is not read."""
+        return self.entry_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """Channels of all heads in one of the layer's entries, D."""
         return self.folded * self.head_dim
 
 
@@ -379,6 +386,7 @@ class ExpertsConfig:
         own_norms: experts and the shared MLP each have norms before and after them, the router a norm, and each expert
             a factor of its weight (Gemma 4).
         bias: the router and the experts' projections have biases (gpt-oss).
+        wide_router: the router is float32 in a model of any dtype (ERNIE 4.5, Hunyuan).
         limit: None for activation(gate) * up. A number for gpt-oss' (up + 1) * gate * sigmoid(1.702 * gate), with gates
             clipped to at most `limit`, and ups to [-limit, limit].
     """
@@ -397,12 +405,12 @@ class ExpertsConfig:
     shared_gate: bool = False
     own_norms: bool = False
     bias: bool = False
+    wide_router: bool = False
     limit: float | None = None
 
     def __post_init__(self) -> None:
         check_number_fields(self)
-        if self.shared is not None:
-            object.__setattr__(self, "shared", validate_int("shared", self.shared))
+        validate_optional_field(self, "shared", validate_int)
         whole = self.count % self.groups == 0
         require(whole, "groups", self.groups, f"give a divisor of the {self.count} experts")
         remedy = f"there are {self.groups} groups: give at most {self.groups}"
@@ -415,6 +423,17 @@ class ExpertsConfig:
         require(self.groups == 1 or self.leaders <= size, "leaders", self.leaders, remedy)
         remedy = "SparseMixer chooses two experts: give chosen=2"
         require(self.jitter is None or self.chosen == 2, "jitter", self.jitter, remedy)
+        others = self.sigmoid or self.corrected or self.groups > 1 or self.scale != 1
+        alone = self.normalised and not others
+        remedy = (
+            "SparseMixer has its own weights: omit sigmoid, corrected, groups, normalised, scale"
+        )
+        require(self.jitter is None or alone, "jitter", self.jitter, remedy)
+        shared = self.shared is not None or not self.shared_gate
+        require(shared, "shared_gate", self.shared_gate, "there are no shared experts: give shared")
+        bare = not (self.bias or self.shared_gate)
+        remedy = "not supported with bias or shared_gate: omit these"
+        require(bare or not self.own_norms, "own_norms", self.own_norms, remedy)
 
 
 @frozen_dataclass
@@ -440,8 +459,7 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         check_number_fields(self)
-        if self.query_rank is not None:
-            object.__setattr__(self, "query_rank", validate_int("query_rank", self.query_rank))
+        validate_optional_field(self, "query_rank", validate_int)
         for name in ("rank", "rotated", "unrotated"):
             count = getattr(self, name)
             require(

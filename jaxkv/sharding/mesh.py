@@ -20,7 +20,7 @@ from jaxkv.sharding.logical_axes import find_logical_axes, list_logical_axes, re
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
 _MODEL = (_KV, _REP)
 # Mesh axes by logical axis: B sequences; K kv heads, J the kv heads of all layers, and P rows of their pools; G query
-# heads of a kv head; H query heads, F hidden channels of the MLP and V the vocabulary.
+# heads of a kv head; H query heads, or key heads of a state, F hidden channels of the MLP and V the vocabulary.
 LETTERS = {
     "B": (_DATA,),
     "K": (_KV,),

@@ -116,6 +116,8 @@ from transformers import (
     OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
     Qwen2Config,
@@ -781,6 +783,10 @@ SPECS = {
             top_k_experts=3,
             moe_intermediate_size=24,
         ),
+    ),
+    "phi": (
+        (PhiConfig, PhiForCausalLM),
+        heads(4, 2, rope_parameters=rope(10000.0, partial_rotary_factor=0.5)),
     ),
     "starcoder2": (
         STARCODER2,
