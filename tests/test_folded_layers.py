@@ -27,10 +27,11 @@ from jaxkv.models.values import (
     Rope,
 )
 from jaxkv.planning.catalog import catalog
+from jaxkv.policies import UniformLayers
 from jaxkv.policies.scorer import Needs
 
 WINDOW = 12
-# Windows of 4 heads of 8 channels, 2 in an entry; between them 2 heads of 16 channels.
+# Windows of 8 heads of 8 channels, 4 in an entry of 32; between them 2 heads of 16 channels.
 CONFIG = dataclasses.replace(
     tiny.shape(layers=4, kv_heads=2, group=4, dim=16),
     norms="both",
@@ -39,9 +40,13 @@ CONFIG = dataclasses.replace(
     block_multiplier=True,
     activation="gelu_tanh",
     kinds=(
-        FoldedLayerSpec(scale=1.0, sliding_window=WINDOW, head_dim=8, folded=2),
+        FoldedLayerSpec(scale=1.0, sliding_window=WINDOW, head_dim=8, folded=4),
         LayerSpec(rope=ProportionalRope(rotated=0.25), scale=1.0, values_from_keys=True),
     ),
+)
+# With 2 heads in an entry of 16: 8 devices have half the queries of one.
+PAIRS = dataclasses.replace(
+    CONFIG, kinds=(dataclasses.replace(CONFIG.kinds[0], folded=2), CONFIG.kinds[1])
 )
 MIXTURE = dataclasses.replace(
     CONFIG, experts=ExpertsConfig(count=4, chosen=2, shared=48, own_norms=True)
@@ -54,19 +59,20 @@ POLICIES = {
     "pyramidkv": jaxkv.PyramidKV(budget=16, window=8),
     "criticalkv": jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "expected": jaxkv.ExpectedAttention(budget=16),
-    "d2o": jaxkv.D2O(budget=16),
+    "d2o": jaxkv.D2O(budget=16, layers=UniformLayers()),
     "every": jaxkv.SnapKV(budget=16, window=8, every=4),
     "quest": jaxkv.Quest(budget=16, page=4, dense_layers=0),
     "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
 }
 KVZIP = jaxkv.KVzip(budget=16, chunk=24, tail=3, first=(1, 2, 3), following=(4, 5), closing=(6,))
+POLICIES["kvzip"] = dataclasses.replace(KVZIP, over="layer")
 
 
 def model_of(config=CONFIG):
     return tiny.tiny(config)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), KVZIP], ids=[*POLICIES, "kvzip"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_a_batch_keeps_and_answers_as_its_sequences_alone(policy):
     """Windows keep their last tokens, other layers the policy's; bytes are as planned."""
     model, ids = model_of(), tiny.prompts(3, LENGTHS)
@@ -91,7 +97,8 @@ def test_slots_give_the_tokens_of_a_sequence_alone(name):
 
 
 @pytest.mark.parametrize(
-    "name, config", [*((name, CONFIG) for name in ("adakv", "h2o", "int8")), ("snapkv", MIXTURE)]
+    "name, config",
+    [("adakv", CONFIG), ("d2o", CONFIG), ("int8", CONFIG), ("h2o", PAIRS), ("snapkv", MIXTURE)],
 )
 def test_meshes_and_saved_caches_go_on_alike(name, config, tmp_path):
     """Two devices and four share an entry's query heads: one of its kv heads each, or half of one's queries."""
@@ -131,7 +138,7 @@ def test_prompts_run_at_once_give_the_same_hidden_states():
             outs.append(layer(flat.blocks[index], x, length, table, **options, implementation=each))
         one, other = (np.asarray(each.x)[real] for each in outs)
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
-        assert outs[0].k.shape == (2, 2, 32, 16)
+        assert outs[0].k.shape == (2, 2, 32, CONFIG.entry_dims[index])
 
 
 def test_bytes_are_those_of_each_layer():
@@ -155,16 +162,22 @@ def test_bytes_are_those_of_each_layer():
 @pytest.mark.parametrize(
     "policy, message",
     [
-        (jaxkv.GlobalBudget(base=jaxkv.KNorm(budget=16)), "policy=.*entries of different sizes"),
+        *(
+            (policy, "policy=.*entries of different sizes")
+            for policy in (
+                jaxkv.GlobalBudget(base=jaxkv.KNorm(budget=16)),
+                jaxkv.D2O(budget=16),
+                jaxkv.CAKE(budget=64),
+                jaxkv.SimLayerKV(),
+                KVZIP,
+            )
+        ),
         (jaxkv.H2O(budget=16, store="int4"), "store='.*entries of different sizes: use 'int8'"),
     ],
 )
 def test_what_layers_of_two_sizes_do_not_support_is_rejected(policy, message):
-    config = dataclasses.replace(
-        CONFIG, kinds=(dataclasses.replace(CONFIG.kinds[0], folded=4), CONFIG.kinds[1])
-    )
     with pytest.raises(ValueError, match=message):
-        jaxkv.Session(model_of(config), policy)
+        jaxkv.Session(model_of(), policy)
 
 
 def test_proportional_rotation():
@@ -226,7 +239,7 @@ def test_configs_that_are_not_built(changes, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"heads": 6}, "kinds=.*heads as a multiple of 4"),
+        ({"heads": 6}, "kinds=.*heads as a multiple of 8"),
         ({"kinds": (CONFIG.kinds[0], LayerSpec())}, "kinds=.*one rotary embedding"),
         ({"experts": ExpertsConfig(count=4, chosen=2, own_norms=True)}, "experts=.*own_norms"),
         ({"norms": "before", "parallel": True}, "block_multiplier="),
