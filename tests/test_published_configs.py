@@ -1,21 +1,20 @@
 """Plans of folders with published configs: parameters as transformers counts them, bytes of caches by hand."""
 
 import json
+import re
 
 import pytest
-from published import PUBLISHED
+from published import PUBLISHED, count_elements
 
 import jaxkv
 from jaxkv import cli
-from jaxkv.checkpoints.text_part import list_model_types
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import YarnRope
 from jaxkv.planning.catalog import model_named
 from jaxkv.planning.memory_sizes import count_parameters
 
-SUPPORTED = [
-    name for name, each in PUBLISHED.items() if each["config"]["model_type"] in list_model_types()
-]
+# One model of each type.
+OF_EACH_TYPE = {each["config"]["model_type"]: name for name, each in PUBLISHED.items()}.values()
 # Where a file does not list its layers, one in so many has no window, or is not a linear one.
 FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
 # Of the class, where Google's files leave them out.
@@ -61,7 +60,7 @@ def write_config(folder, name):
     return text, min(8192, text.get("max_position_embeddings", 2048))
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_and_bytes_of_caches(name, tmp_path):
     text, tokens = write_config(tmp_path, name)
     config = model_named(tmp_path).config
@@ -69,6 +68,20 @@ def test_parameters_and_bytes_of_caches(name, tmp_path):
     assert count_parameters(config, "bfloat16") == counted
     planned = plan_prefill(config, jaxkv.FullKV(), [tokens], dtype="bfloat16")
     assert planned.full_bytes == count_cache_bytes(text, tokens)
+
+
+@pytest.mark.parametrize("name", OF_EACH_TYPE)
+def test_a_decoder_has_the_parameters_that_a_plan_counts(name, tmp_path):
+    write_config(tmp_path, name)
+    config = model_named(tmp_path).config
+    assert count_elements(config) == count_parameters(config, "bfloat16")
+
+
+def test_sources_are_files():
+    """Addresses, or repositories and paths."""
+    file = re.compile(r"https://\S+\.json|[\w.-]+/[\w.-]+ [\w./-]+\.\w+")
+    for name, each in PUBLISHED.items():
+        assert each["sources"] and all(map(file.fullmatch, each["sources"])), name
 
 
 @pytest.mark.parametrize("name", ["glm-4.7-flash", "ministral-3-3b", "qwen3-32b-fp8"])
@@ -87,8 +100,3 @@ def test_queries_that_do_not_grow_with_their_position():
     config = jaxkv.ModelConfig.from_hf(PUBLISHED["devstral-2-123b"]["config"])
     rope = YarnRope(theta=1e6, factor=64.0, original_max_position=4096, beta_fast=4.0)
     assert config.rope == rope
-
-
-def test_every_type_of_model_is_planned():
-    others = PUBLISHED.keys() - {*SUPPORTED}
-    assert {PUBLISHED[name]["config"]["model_type"] for name in others} <= {"gemma4"}

@@ -4,9 +4,10 @@ Run it in an environment that has ``torch==2.13.0`` (CPU), ``transformers==5.23.
 
     python tests/golden/make_published.py
 
-``published.json`` has a line of each model: where its config was read (repositories and paths, or a model on Hugging
-Face; some list a part of the keys, for others the class has the published values), its ``config``, unless the catalogue
-has it, and what this script writes: ``parameters`` and ``buffers``, numbers of elements in the class' state dict.
+``published.json`` has a line of each model: ``sources``, where its config was read (a repository and a path, or an
+address), its ``config``, unless the catalogue has it, and what this script writes: ``parameters`` and ``buffers``,
+numbers of elements in the class' state dict. ``partial`` says that the source lists a part of the keys; others have the
+published values by the class' defaults.
 The text model alone is counted: no towers for images, no layers that predict further tokens.
 """
 
@@ -40,6 +41,7 @@ def count(published):
 
 
 def main():
+    """Counts every model, and writes the file anew."""
     models = json.loads(FILE.read_text("utf-8"))
     for name, known in catalog().items():
         models.setdefault(name, {"sources": [known.source]})
@@ -48,7 +50,7 @@ def main():
         config = model.get("config") or catalog()[name].raw
         parameters, buffers = count(config)
         row = {"sources": model["sources"], "parameters": parameters, "buffers": buffers}
-        row |= {"config": model["config"]} if "config" in model else {}
+        row |= {key: model[key] for key in ("partial", "config") if key in model}
         lines.append(f"{json.dumps(name)}: {json.dumps(row)}")
         print(name, parameters, buffers, flush=True)
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
