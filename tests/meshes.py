@@ -66,6 +66,19 @@ def one_of_each(rows) -> tuple[str, ...]:
 KINDS = one_of_each(TABLE)
 
 
+def answers(model, policy, ids, folder=None):
+    """Tokens, and positions kept behind prompts and behind answers; a cache saved in `folder` gives the same tokens."""
+    session = jaxkv.Session(model, policy)
+    cache = session.prefill(ids, new=NEW)
+    if folder is not None:
+        cache.save(folder)
+    asked, tokens = session.sample(cache, NEW)
+    if folder is not None:
+        loaded = jaxkv.load_cache(folder, model, policy=policy)
+        assert session.sample(loaded, NEW)[1].tolist() == tokens.tolist()
+    return tokens.tolist(), positions(cache), positions(asked)
+
+
 class Ran(NamedTuple):
     """Tokens sampled, and what was kept behind the prompts and behind the answers."""
 

@@ -4,15 +4,22 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
+import tiny
 from flax import nnx
 
 import jaxkv
+from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState, KVCache, repack_cache
+from jaxkv.engine import prefill_layer
+from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.engine.tokens import compute_angles_by_rope
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Decoder
+from jaxkv.policies.scorer import Needs
 from jaxkv.text.prompts import EncodedPrompts
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -39,6 +46,19 @@ def lowest_layers(count: int) -> LanguageModel:
 def golden_model(name: str, dtype: str = "float32") -> LanguageModel:
     """One of the tiny checkpoints that transformers wrote."""
     return jaxkv.load(GOLDEN / "models" / name, dtype=dtype, progress=False)
+
+
+def layer_by_each_implementation(model: LanguageModel, index: int, needs: Needs, length):
+    """What a layer gives for two prompts of 32 tokens, on a CPU and as GPUs run it; and which tokens are real."""
+    flat, ids = model.flat_decoder, np.asarray(tiny.prompts(1, (32, 32)), np.int32)
+    graphs, outs = flat.get_layer_graphs(index), []
+    for each in (Implementation.XLA, Implementation.INTERPRETED):
+        x = embed_tokens(flat.ends, jnp.asarray(ids), graphs=flat.graphs)
+        table = compute_angles_by_rope(flat, 32)[graphs.spec.rope]
+        options = {"graphs": graphs, "needs": needs, "last": False, "implementation": each}
+        lengths = jnp.asarray(length, jnp.int32)
+        outs.append(prefill_layer.layer(flat.blocks[index], x, lengths, table, **options))
+    return outs, np.arange(32) < np.asarray(length)[:, None]
 
 
 def archive(path: str) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """Exports: the tokens of `generate`, from a folder that needs no jaxkv; what cannot be read says so."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -16,12 +17,15 @@ import meshes
 import numpy as np
 import pytest
 import tiny
+from test_folded_layers import CONFIG as FOUR_LAYERS
+from test_latents import CONFIG as LATENTS
 
 import jaxkv
 from jaxkv import cli
 from jaxkv.exporting import runtime
 
 MODEL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
+FOLDED = dataclasses.replace(FOUR_LAYERS, layers=2)
 LENGTHS, QUESTIONS, NEW = (61, 37, 50), (5, 9, 3), 8
 POLICIES = {
     "full": jaxkv.FullKV(),
@@ -63,9 +67,9 @@ def asked(count: int = 3):
 
 
 @functools.cache
-def wanted(name: str, dtype: str = "float32"):
+def wanted(name: str, dtype: str = "float32", shape: jaxkv.ModelConfig = MODEL):
     """What `generate` samples, for prompts and for questions on top of their cache."""
-    model, policy, (prompts, questions) = tiny.tiny(MODEL, dtype=dtype), POLICIES[name], asked()
+    model, policy, (prompts, questions) = tiny.tiny(shape, dtype=dtype), POLICIES[name], asked()
     answers = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=NEW)
     cache = jaxkv.prefill(model, prompts, policy=policy)
     return [[row.tokens.tolist() for row in each] for each in (answers, jaxkv.generate(
@@ -85,6 +89,13 @@ def drawn(model, count: int = 3, **drawing):
 def test_same_tokens_as_generate(folders, name, dtype):
     model = runtime.Model(folders(name, dtype))
     assert drawn(model) == wanted(name, dtype)
+
+
+@pytest.mark.parametrize("shape", [LATENTS, FOLDED], ids=["latents", "folded"])
+def test_latents_and_layers_of_different_entry_sizes(tmp_path, shape):
+    target, limits = tmp_path / "folder", {"lengths": 64, "question": 16, "new": 2 * NEW}
+    jaxkv.export(tiny.tiny(shape), target, policy=POLICIES["h2o"], batch=(3,), **limits)
+    assert drawn(runtime.Model(target)) == wanted("h2o", shape=shape)
 
 
 def test_a_batch_is_filled_and_a_cache_is_asked_many_times(folders):

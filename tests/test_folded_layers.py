@@ -3,21 +3,17 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import running
 import slot_runs
 import tiny
-from meshes import mesh_of, positions, prompts
+from meshes import answers, mesh_of, prompts
+from policy_table import REPEATED
 
 import jaxkv
-from jaxkv.attention import Implementation
-from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.prefill_layer import layer
 from jaxkv.engine.slot_shape import compute_slot_shape
-from jaxkv.engine.tokens import compute_angles_by_rope
 from jaxkv.models.rope import compute_rope_frequencies
 from jaxkv.models.values import (
     ExpertsConfig,
@@ -62,9 +58,9 @@ POLICIES = {
     "d2o": jaxkv.D2O(budget=16, layers=UniformLayers()),
     "every": jaxkv.SnapKV(budget=16, window=8, every=4),
     "quest": jaxkv.Quest(budget=16, page=4, dense_layers=0),
-    "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
+    "int8": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8, store="int8")),
 }
-KVZIP = jaxkv.KVzip(budget=16, chunk=24, tail=3, first=(1, 2, 3), following=(4, 5), closing=(6,))
+KVZIP = jaxkv.KVzip(budget=16, **REPEATED)
 POLICIES["kvzip"] = dataclasses.replace(KVZIP, over="layer")
 
 
@@ -98,21 +94,15 @@ def test_slots_give_the_tokens_of_a_sequence_alone(name):
 
 @pytest.mark.parametrize(
     "name, config",
-    [("adakv", CONFIG), ("d2o", CONFIG), ("int8", CONFIG), ("h2o", PAIRS), ("snapkv", MIXTURE)],
+    [("int8", CONFIG), ("d2o", CONFIG), ("h2o", PAIRS), ("snapkv", MIXTURE)],
 )
 def test_meshes_and_saved_caches_go_on_alike(name, config, tmp_path):
     """Two devices and four share an entry's query heads: one of its kv heads each, or half of one's queries."""
-    of, out, ids = model_of(config), [], prompts(5, LENGTHS[:2])
-    for model in (of, of.on(mesh_of(2, 4)), of.on(mesh_of(1, 8))):
-        session = jaxkv.Session(model, POLICIES[name])
-        cache = session.prefill(ids, new=NEW)
-        cache.save(tmp_path / str(len(out)))
-        loaded = jaxkv.load_cache(tmp_path / str(len(out)), model, policy=POLICIES[name])
-        asked, tokens = session.sample(cache, NEW)
-        _, again = session.sample(loaded, NEW)
-        assert tokens.tolist() == again.tolist()
-        out.append((tokens.tolist(), positions(cache), positions(asked)))
-    assert out[0] == out[1] == out[2]
+    model, policy, ids = model_of(config), POLICIES[name], prompts(5, LENGTHS[:2])
+    alone = answers(model, policy, ids, tmp_path / "alone")
+    for mesh in ((2, 4), (1, 8)):
+        found = answers(model.on(mesh_of(*mesh)), policy, ids, tmp_path / f"{mesh}")
+        assert found == alone
 
 
 def test_a_large_budget_gives_the_tokens_of_the_full_cache():
@@ -126,16 +116,9 @@ def test_a_large_budget_gives_the_tokens_of_the_full_cache():
 
 def test_prompts_run_at_once_give_the_same_hidden_states():
     """What GPUs run, and what a CPU does, for both kinds of layers."""
-    model, length = model_of(), jnp.asarray((32, 19), jnp.int32)
-    flat, ids = model.flat_decoder, np.asarray(tiny.prompts(1, (32, 32)), np.int32)
-    real = np.arange(32) < np.asarray(length)[:, None]
     for index in range(2):
-        graphs, outs = flat.get_layer_graphs(index), []
-        for each in (Implementation.XLA, Implementation.INTERPRETED):
-            x = embed_tokens(flat.ends, jnp.asarray(ids), graphs=flat.graphs)
-            table = compute_angles_by_rope(flat, 32)[graphs.spec.rope]
-            options = {"graphs": graphs, "needs": Needs(queries=4), "last": False}
-            outs.append(layer(flat.blocks[index], x, length, table, **options, implementation=each))
+        needs = Needs(queries=4)
+        outs, real = running.layer_by_each_implementation(model_of(), index, needs, (32, 19))
         one, other = (np.asarray(each.x)[real] for each in outs)
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
         assert outs[0].k.shape == (2, 2, 32, CONFIG.entry_dims[index])

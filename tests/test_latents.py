@@ -1,7 +1,6 @@
 """Multi-head latent attention: one vector of a token for all heads, stored once under policies, slots and meshes."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +9,18 @@ import pytest
 import running
 import slot_runs
 import tiny
-from meshes import mesh_of, positions, prompts
+from meshes import answers, mesh_of, prompts
+from policy_table import REPEATED
+from published import PUBLISHED
 
 import jaxkv
 from jaxkv.attention import Implementation, choose_attention_implementations
 from jaxkv.cache import DenseLatentStore, Int8LatentStore
-from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.prefill_layer import layer
-from jaxkv.engine.tokens import compute_angles_by_rope
 from jaxkv.models.decoder import Decoder, named_parameters
 from jaxkv.models.rope import join_rotated_channels, split_rotated_channels
 from jaxkv.models.values import LatentConfig, LayerSpec, Rope, count_rotated_channels
 from jaxkv.planning.catalog import catalog
-from jaxkv.planning.memory_sizes import list_parameters
 from jaxkv.policies import CustomPolicy, Keep, KeyNorm, Merge
 from jaxkv.policies.scorer import Needs
 from jaxkv.testing import check_policy
@@ -34,56 +31,27 @@ CONFIG = dataclasses.replace(
     latent=LATENT,
     kinds=(LayerSpec(rope=Rope(share=8 / 24), scale=0.3),),
 )
-# As published, but for what training read.
-KIMI_K2 = catalog()["deepseek-v2-lite"].raw | {
-    "model_type": "kimi_k2",
-    "first_k_dense_replace": 1,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 384,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 64,
-    "num_nextn_predict_layers": 0,
-    "q_lora_rank": 1536,
-    "rope_scaling": {
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.827,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "vocab_size": 163840,
-}
 # Values wider than keys, queries of hidden states.
 WIDE = dataclasses.replace(
     CONFIG, latent=dataclasses.replace(LATENT, value=26, query_rank=None), heads=2
 )
-LENGTHS, NEW = (37, 21, 30), 6
+LENGTHS = (37, 21, 30)
 POLICIES = {
     "snapkv": jaxkv.SnapKV(budget=16, window=8),
     "h2o": jaxkv.H2O(budget=16),
-    "knorm": jaxkv.KNorm(budget=16),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8)),
-    "pyramidkv": jaxkv.PyramidKV(budget=16, window=8),
     "global": jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=16, window=8)),
     "criticalkv": jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=16, window=8)),
     "expected": jaxkv.ExpectedAttention(budget=16),
+    "kvzip": jaxkv.KVzip(budget=16, **REPEATED),
+    "cake": jaxkv.CAKE(budget=16, window=8),
+    "rkv": jaxkv.RKV(budget=16, window=8),
     "d2o": jaxkv.D2O(budget=16),
     "every": jaxkv.SnapKV(budget=16, window=8, every=4),
     "values again": jaxkv.CurDKV(budget=16, every=4),
     "rolling": jaxkv.StreamingLLM(budget=16, rolling_positions=True),
     "quest": jaxkv.Quest(budget=16, page=4, dense_layers=1),
+    "omnikv": jaxkv.OmniKV(budget=16, filter_layers=(0,), adjacent=0),
     "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
     "int4": jaxkv.H2O(budget=16, store="int4"),
 }
@@ -162,17 +130,9 @@ def test_logits_are_those_of_keys_and_values_of_every_head(config):
 
 def test_prompts_run_at_once_give_the_same_hidden_states_and_sums():
     """What GPUs run, and what a CPU does; attention sums of every head's keys are those of queries of latents."""
-    model, length = model_of(), jnp.asarray((32, 19), jnp.int32)
-    flat, ids = model.flat_decoder, np.asarray(tiny.prompts(1, (32, 32)), np.int32)
     needs = Needs(queries=32, sums=True, norms=True)
-    outs = []
-    for each in (Implementation.XLA, Implementation.INTERPRETED):
-        x = embed_tokens(flat.ends, jnp.asarray(ids), graphs=flat.graphs)
-        table = compute_angles_by_rope(flat, 32)[CONFIG.get_layer_spec(0).rope]
-        options = {"graphs": flat.get_layer_graphs(0), "needs": needs, "last": False}
-        outs.append(layer(flat.blocks[0], x, length, table, **options, implementation=each))
-    one, other = outs
-    real = np.arange(32) < np.asarray(length)[:, None]
+    outs, real = running.layer_by_each_implementation(model_of(), 0, needs, (32, 19))
+    one, _ = outs
     for name in ("x", "k", "v"):
         mine, its = (np.asarray(getattr(out, name)) for out in outs)
         mine, its = (each if each.ndim == 3 else each[:, 0] for each in (mine, its))
@@ -221,17 +181,9 @@ def test_slots_give_the_tokens_of_a_sequence_alone(name):
 
 @pytest.mark.parametrize("name", ["adakv", "h2o", "d2o", "every", "quest", "int8"])
 def test_meshes_and_saved_caches_go_on_alike(name, tmp_path):
-    of, out, ids = model_of(), [], prompts(5, LENGTHS[:2])
-    for model in (of, of.on(mesh_of(2, 4))):
-        session = jaxkv.Session(model, POLICIES[name])
-        cache = session.prefill(ids, new=NEW)
-        cache.save(tmp_path / str(len(out)))
-        loaded = jaxkv.load_cache(tmp_path / str(len(out)), model, policy=POLICIES[name])
-        asked, tokens = session.sample(cache, NEW)
-        _, again = session.sample(loaded, NEW)
-        assert tokens.tolist() == again.tolist()
-        out.append((tokens.tolist(), positions(cache), positions(asked)))
-    assert out[0] == out[1]
+    model, policy, ids = model_of(), POLICIES[name], prompts(5, LENGTHS[:2])
+    found = answers(model.on(mesh_of(2, 4)), policy, ids, tmp_path / "split")
+    assert found == answers(model, policy, ids, tmp_path / "alone")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +232,7 @@ def test_kernels_leave_wide_entries_to_xla():
 
 
 def test_published_configs():
-    """Parameters as of transformers' class on torch's meta device; bytes of an entry and scales by hand."""
+    """Bytes of an entry and scales by hand."""
     lite = catalog()["deepseek-v2-lite"].config
     assert lite.latent == LatentConfig(rank=512, rotated=64, unrotated=128, value=128)
     assert (lite.kv_heads, lite.head_dim, lite.prompt_head_dim) == (1, 576, 192)
@@ -289,23 +241,23 @@ def test_published_configs():
     spec = lite.get_layer_spec(0)
     assert spec.scale == pytest.approx(192**-0.5 * (1 + 0.0707 * np.log(40)) ** 2)
     assert spec.rope.attention_factor == 1.0 and count_rotated_channels(spec.rope, 576) == 64
-    kimi = jaxkv.ModelConfig.from_hf(KIMI_K2)
-    held = list_parameters(kimi, "bfloat16")
-    assert sum(each.copies * math.prod(each.shape) for each in held) == 1_026_408_209_408 + 23_040
+    kimi = jaxkv.ModelConfig.from_hf(PUBLISHED["kimi-k2"]["config"])
     assert kimi.get_layer_spec(0).scale == pytest.approx(192**-0.5 * (1 + 0.1 * np.log(32)) ** 2)
 
 
 @pytest.mark.parametrize(
-    "name, dtype, weights", [("deepseek_v2", "bfloat16", None), ("deepseek_v3", "float32", "int8")]
+    "name, dtype, weights, bound",
+    [("deepseek_v2", "bfloat16", None, 0.027), ("deepseek_v3", "float32", "int8", 0.067)],
 )
-def test_16_bits_and_8_bit_weights(name, dtype, weights):
+def test_16_bits_and_8_bit_weights(name, dtype, weights, bound):
+    """Bounds are one and a half times what was measured."""
     folder, ids = running.GOLDEN / "models" / name, prompts(2, LENGTHS)
     _, expected = running.prefill(running.golden_model(name), ids)
     narrow = jaxkv.load(folder, dtype=dtype, weights=weights, progress=False)
     _, logits = running.prefill(narrow, ids)
     decoded = np.stack([rows[-1] for rows in running.by_tokens(narrow, ids)])
     for each in (logits, decoded):
-        assert np.sqrt(np.mean((each - expected) ** 2) / np.mean(expected**2)) < 0.08
+        assert np.sqrt(np.mean((each - expected) ** 2) / np.mean(expected**2)) < bound
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
