@@ -1,6 +1,8 @@
 """A server under clients of all kinds at once: none hangs, no answer is lost, each is what a quiet server gives.
 
-    python -m benchmarks.soak_server [--minutes 20] [--compared 1000] [--model NAME]
+    python -m benchmarks.soak_server [--minutes 20] [--compared 1000] [--model NAME | --model tiny]
+
+`tiny` is a random Llama of three layers with SmolLM2's tokenizer, written to a temporary folder.
 
 Threads hold conversations, post documents, ask for penalties, log-probabilities, JSON and scored prompts, break off
 streams, send bodies that are wrong, and flood the queue. Afterwards a part of the answers, greedy or with a seed, is
@@ -15,13 +17,17 @@ import http.client
 import json
 import random
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import psutil
+from safetensors.numpy import save_file
 
+import jaxkv
 from benchmarks import record
 from benchmarks.serving_http import serving
 
@@ -37,6 +43,30 @@ SCHEMA = {
     "properties": {"sky": {"enum": ["blue", "grey"]}, "warm": {"type": "boolean"}},
     "required": ["sky", "warm"],
     "additionalProperties": False,
+}
+# Of `--model tiny`.
+WIDTH, HIDDEN = 64, 128
+TINY = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+LINEAR = {
+    "self_attn.q_proj": (64, WIDTH),
+    "self_attn.k_proj": (32, WIDTH),
+    "self_attn.v_proj": (32, WIDTH),
+    "self_attn.o_proj": (WIDTH, 64),
+    "mlp.gate_proj": (HIDDEN, WIDTH),
+    "mlp.up_proj": (HIDDEN, WIDTH),
+    "mlp.down_proj": (WIDTH, HIDDEN),
 }
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 WRONG = (
@@ -86,14 +116,16 @@ def post(port, path, body, close_after=None):
 
 
 def text_of(path, answer):
-    """The text of an answer, whole or in events."""
+    """The text of an answer, whole or in events, and why it ended."""
     if isinstance(answer, list):
         choices = [each for event in answer for each in event.get("choices", ())]
-        return "".join(
+        text = "".join(
             each.get("text") or (each.get("delta") or {}).get("content") or "" for each in choices
         )
+        return text, next(filter(None, (each.get("finish_reason") for each in choices)))
     (choice, *_) = answer["choices"]
-    return choice["message"]["content"] if path == CHATS else choice["text"]
+    text = choice["message"]["content"] if path == CHATS else choice["text"]
+    return text, choice["finish_reason"]
 
 
 class Soak:
@@ -134,11 +166,12 @@ class Soak:
                     "json_schema": {"name": "sky", "schema": SCHEMA},
                 }
                 body["max_tokens"] = 40
-            text = self.ask(CHATS, body, rng)
-            if text is None:
+            answer = self.ask(CHATS, body, rng)
+            if answer is None:
                 return
+            text, reason = answer
             # An answer that its limit cut off is no whole object.
-            whole = "response_format" in body and text.rstrip().endswith("}")
+            whole = "response_format" in body and reason != "length"
             if whole and json.loads(text)["sky"] not in ("blue", "grey"):
                 self.faults.append(("schema", body, text))
             messages.append({"role": "assistant", "content": text})
@@ -162,20 +195,20 @@ class Soak:
             self.ask(TEXTS, body, rng)
 
     def ask(self, path, body, rng):
-        """Asks, whole, as a stream, or as one that is broken off; returns the text, None if it was."""
+        """Asks, whole, as a stream, or as one that is broken off; returns text and reason, None if it was."""
         way = rng.random()
         if way < 0.12:
             post(self.port, path, body | {"stream": True}, close_after=rng.randrange(1, 4))
             self.counts["broken off"] += 1
             return None
         answer = post(self.port, path, body | ({"stream": True} if way < 0.5 else {}))
-        text = text_of(path, answer)
+        text, reason = text_of(path, answer)
         self.answers.append((path, body, text))
         self.counts["answered"] += 1
         if isinstance(answer, dict):
             cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             self.counts["from a prefix"] += cached > 0
-        return text
+        return text, reason
 
     def document(self, rng):
         """A document posted, asked and removed."""
@@ -278,7 +311,7 @@ def compare(model, answers, count):
 
         def one(row):
             path, body, text = row
-            other = text_of(path, post(port, path, body))
+            other, _ = text_of(path, post(port, path, body))
             if other == text:
                 return "equal"
             return "tie" if is_tie(port, path, body, text, other) else "different"
@@ -298,6 +331,29 @@ def metrics(port):
     return {name: float(value) for name, value in lines}
 
 
+def write_tiny_model(folder):
+    """Writes a random Llama with SmolLM2's tokenizer; returns the folder's path."""
+    source = jaxkv.load(MODEL, progress=False)
+    config = TINY | {"vocab_size": source.config.vocab, "bos_token_id": source.config.bos}
+    config["eos_token_id"] = list(source.config.eos)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(source.text.tokenizer_json())
+    specials = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    chat = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": source.text.template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(specials | chat))
+    rng = np.random.default_rng(0)
+    random = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    tensors = {"model.embed_tokens.weight": random(source.config.vocab, WIDTH)}
+    tensors["model.norm.weight"] = np.ones(WIDTH, np.float32)
+    for layer in range(TINY["num_hidden_layers"]):
+        for name, shape in LINEAR.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = random(*shape) * shape[1] ** -0.5 * 1.6
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = np.ones(WIDTH, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
 def main():
     """Runs the clients, then compares; returns 1 for any fault."""
     parser = argparse.ArgumentParser(
@@ -308,14 +364,21 @@ def main():
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "soak_server.json")
     given = parser.parse_args()
-    with serving(given.model, POLICIES, slots=SLOTS, limits=LIMITS | SHARED) as (port, process):
-        soak = Soak(port, time.monotonic() + 60 * given.minutes)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder)) if given.model == "tiny" else given.model
+        return soak(model, given)
+
+
+def soak(model, given):
+    """Runs the clients against a model's server, then compares; returns 1 for any fault."""
+    with serving(model, POLICIES, slots=SLOTS, limits=LIMITS | SHARED) as (port, process):
+        clients = Soak(port, time.monotonic() + 60 * given.minutes)
         memory = []
         with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
-            running = [pool.submit(soak.run_client, seed) for seed in range(CLIENTS)]
+            running = [pool.submit(clients.run_client, seed) for seed in range(CLIENTS)]
             while any(not each.done() for each in running):
                 memory.append(psutil.Process(process.pid).memory_info().rss)
-                print(f"{memory[-1] / 1e6:.0f} MB, {dict(soak.counts)}", flush=True)
+                print(f"{memory[-1] / 1e6:.0f} MB, {dict(clients.counts)}", flush=True)
                 concurrent.futures.wait(running, timeout=60)
         time.sleep(5)
         busy = {
@@ -324,17 +387,17 @@ def main():
             if value and ("running" in name or "waiting" in name) and "bucket" not in name
         }
     if busy:
-        soak.faults.append(("still busy", busy, None))
-    for each in soak.faults[:20]:
+        clients.faults.append(("still busy", busy, None))
+    for each in clients.faults[:20]:
         print("fault:", str(each)[:1000], flush=True)
     found = {
         "machine": record.machine(),
         "model": given.model,
         "minutes": given.minutes,
-        "counts": dict(soak.counts),
+        "counts": dict(clients.counts),
         "memory": {"quarter": memory[len(memory) // 4], "end": memory[-1], "most": max(memory)},
-        "faults": len(soak.faults),
-        "compared": compare(given.model, soak.answers, given.compared),
+        "faults": len(clients.faults),
+        "compared": compare(model, clients.answers, given.compared),
     }
     record.save(given.out, found)
     print(json.dumps(found, indent=1))
