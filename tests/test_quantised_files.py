@@ -13,7 +13,11 @@ from test_slices import mesh_of
 
 import jaxkv
 from jaxkv.checkpoints import StoredTensor, convert, open_checkpoint
-from jaxkv.checkpoints.quantised_weights import WeightFormat, dequantise_tensors
+from jaxkv.checkpoints.quantised_weights import (
+    WeightFormat,
+    dequantise_tensors,
+    parse_weight_format,
+)
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.sources import TensorSource
 from jaxkv.models.stored import StoredWeight
@@ -83,14 +87,15 @@ def awq(rng, shape):
     return parts | {"scales": scales.T}, (codes - spread(zeros, shape)) * spread(scales, shape)
 
 
-def gptq(rng, shape, *, second=False):
+def gptq(rng, shape, *, second=False, ordered=False):
     """As GPTQ packs: inputs in words, outputs last, in any groups; zero points less 1 in the first format."""
     codes, scales, zeros = four_bits(rng, shape)
-    groups = rng.permutation(shape[1]).astype(np.int32) // 32
+    inputs = np.arange(shape[1]) if ordered else rng.permutation(shape[1])
+    groups = inputs.astype(np.int32) // 32
     stored = words_of(zeros.T).view(np.uint32) - np.uint32(0 if second else 0x11111111)
     parts = {"qweight": words_of(codes).T, "qzeros": stored.view(np.int32), "scales": scales.T}
     wide = (codes - spread(zeros, shape, groups)) * spread(scales, shape, groups)
-    return parts | {"g_idx": groups}, wide
+    return parts | ({} if ordered else {"g_idx": groups}), wide
 
 
 def fp8(rng, shape, *, block=None):
@@ -131,12 +136,28 @@ def nvfp4(rng, shape):
     return parts | {"weight_scale_2": whole.reshape(()), "input_scale": np.ones((), "f")}, weight
 
 
+def modelopt_fp8(rng, shape):
+    """As ModelOpt's FP8: one scale of all weights."""
+    codes, scale = rng.normal(0, 100, shape).astype(E4M3), np.float32(rng.uniform(1e-4, 4e-4))
+    parts = {"weight": codes, "weight_scale": scale.reshape(()), "input_scale": np.ones((), "f")}
+    return parts, codes.astype(np.float32) * scale
+
+
+def mixed(rng, shape):
+    """Attention in FP8, MLPs in NVFP4."""
+    return nvfp4(rng, shape) if 96 in shape else modelopt_fp8(rng, shape)
+
+
 FORMATS = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": 32}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "desc_act": True}),
     "gptq_v2": (
         lambda *given: gptq(*given, second=True),
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq_ordered": (
+        lambda *given: gptq(*given, ordered=True),
+        {"quant_method": "gptq", "bits": 4, "desc_act": False, "group_size": 32},
     ),
     "fp8_blocks": (
         lambda *given: fp8(*given, block=(24, 40)),
@@ -145,6 +166,8 @@ FORMATS = {
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": None, "fmt": "float8_e4m3fn"}),
     "mxfp8": (mxfp8, {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}),
     "nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "modelopt_fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt_mixed": (mixed, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}),
 }
 
 
@@ -365,30 +388,36 @@ def test_tensors_that_do_not_fit_together(tmp_path, name, change, message):
 
 
 PACK = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+GROUPS = "config_groups"
+# By the key that the message names, under `quantization_config`.
 BAD_CONFIGS = [
-    *({"quant_method": method} for method in ("bitsandbytes", "hqq", "mxfp4", ["awq"], None)),
-    "fp8",
-    {"quant_method": "awq", "bits": 3},
-    {"quant_method": "awq", "version": "gemv"},
-    {"quant_method": "gptq", "bits": 8},
-    {"quant_method": "gptq", "checkpoint_format": "marlin"},
-    {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-    {"quant_method": "fp8", "weight_block_size": [128]},
-    {"quant_method": "fp8", "weight_block_size": [0, 128]},
-    {"quant_method": "compressed-tensors", "format": "marlin-24"},
-    PACK | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-    PACK | {"sparsity_config": "dense"},
-    PACK | {"transform_config": {"config_groups": {"u": {}}}},
-    PACK | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
-    PACK | {"config_groups": {"group_0": {"format": "sparse-bitmask"}}},
-    PACK | {"config_groups": {"W4A16": ["Linear"]}},
+    *(("", {"quant_method": method}) for method in ("bitsandbytes", "hqq", "mxfp4", ["awq"], None)),
+    ("", "fp8"),
+    (".bits", {"quant_method": "awq", "bits": 3}),
+    (".version", {"quant_method": "awq", "version": "gemv"}),
+    (".bits", {"quant_method": "gptq", "bits": 8}),
+    (".checkpoint_format", {"quant_method": "gptq", "checkpoint_format": "marlin"}),
+    (".quant_algo", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}),
+    (".weight_block_size", {"quant_method": "fp8", "weight_block_size": [128]}),
+    (".weight_block_size", {"quant_method": "fp8", "weight_block_size": [0, 128]}),
+    (".format", {"quant_method": "compressed-tensors", "format": "marlin-24"}),
+    (".format", PACK | {"sparsity_config": {"format": "sparse-24-bitmask"}}),
+    (".sparsity_config", PACK | {"sparsity_config": "dense"}),
+    (".transform_config", PACK | {"transform_config": {GROUPS: {"u": {}}}}),
+    (".num_bits", PACK | {GROUPS: {"group_0": {"weights": {"num_bits": 8}}}}),
+    (".format", PACK | {GROUPS: {"group_0": {"format": "sparse-bitmask"}}}),
+    (r"\.config_groups\.W4A16", PACK | {GROUPS: {"W4A16": ["Linear"]}}),
 ]
 
 
-@pytest.mark.parametrize("quantised", BAD_CONFIGS, ids=repr)
-def test_formats_that_are_not_read(quantised):
-    with pytest.raises(ValueError, match=r"^quantization_config"):
-        ModelConfig.from_hf(CONFIG | {"quantization_config": quantised})
+def with_format(quantised):
+    return CONFIG | {"quantization_config": quantised}
+
+
+@pytest.mark.parametrize("key, quantised", BAD_CONFIGS, ids=repr)
+def test_formats_that_are_not_read(key, quantised):
+    with pytest.raises(ValueError, match=f"^quantization_config{key}="):
+        ModelConfig.from_hf(with_format(quantised))
 
 
 def test_what_changes_no_weights_is_ignored():
@@ -396,7 +425,8 @@ def test_what_changes_no_weights_is_ignored():
         "sparsity_config": {"format": "dense", "global_sparsity": 0.13},
         "kv_cache_scheme": {"num_bits": 8},
     }
-    ModelConfig.from_hf(CONFIG | {"quantization_config": PACK | dense})
+    assert parse_weight_format(with_format(PACK | dense)) == parse_weight_format(with_format(PACK))
+    assert ModelConfig.from_hf(with_format(PACK | dense)) == ModelConfig.from_hf(CONFIG)
 
 
 def test_codes_without_a_format_are_rejected(tmp_path):
