@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 import running
+from meshes import mesh_of
 from orbax_cases import MODELS, assert_same
 from safetensors.numpy import load_file, save_file
-from test_slices import mesh_of
 
 import jaxkv
 from jaxkv.checkpoints import convert, open_checkpoint

@@ -7,9 +7,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from meshes import mesh_of
 from orbax_cases import assert_same
 from safetensors.numpy import load_file, save_file
-from test_slices import mesh_of
 
 import jaxkv
 from jaxkv.checkpoints import StoredTensor, convert, open_checkpoint
@@ -25,20 +25,10 @@ from jaxkv.models.weights import read_parameter
 
 # Written by compressed-tensors, with what it reads from them (tests/golden/make_quantised.py).
 WRITTEN = Path(__file__).parent / "golden" / "quantised"
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    **SIZES,
-}
+# Their Llama, wider.
+CONFIG = json.loads((WRITTEN / "nvfp4" / "config.json").read_text("utf-8"))
+CONFIG |= {"hidden_size": 64, "intermediate_size": 96}
+del CONFIG["quantization_config"]
 LAYER = "model.layers.0."
 DOWN = f"{LAYER}mlp.down_proj."
 LINEAR = {

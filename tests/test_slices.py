@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from gguf_files import layer_shapes, numbers_of, write
+from meshes import mesh_of
 from orbax_cases import MODELS, ROOT, SOURCE, assert_same
 from test_checkpoints import write_gguf
 
@@ -22,10 +23,6 @@ from jaxkv.checkpoints import StoredTensor, convert, open_checkpoint, orbax_file
 from jaxkv.loading import load_parameters
 from jaxkv.models.decoder import Decoder
 from jaxkv.sharding.parameters import get_parameter_spec, make_model_mesh
-
-
-def mesh_of(data, model):
-    return jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
 
 
 @pytest.mark.parametrize(

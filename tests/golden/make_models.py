@@ -156,35 +156,30 @@ LENGTHS = (80, 53)
 VOCAB = 96  # Small, because logits at every position are most of the archive's size.
 
 
+# A vision tower as small as can be.
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
 def with_images(**text):
-    """The config of a Gemma 3 with images: of a text model, and of a vision tower as small as can be."""
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vision |= {"image_size": 28, "patch_size": 14}
+    """The config of a Gemma 3 with images: of a text model, and of a vision tower."""
     return Gemma3Config(
         text_config=Gemma3TextConfig(**text),
-        vision_config=vision,
+        vision_config=dict(VISION),
         mm_tokens_per_image=1,
         image_token_index=VOCAB - 1,
     )
 
 
 def mistral_with_images(**text):
-    """The config of a Ministral 3 with images: of a text model, and of a vision tower as small as can be."""
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    """The config of a Ministral 3 with images: of a text model, and of a vision tower."""
+    vision = VISION | {"model_type": "pixtral", "head_dim": 8}
     tied = text["tie_word_embeddings"]
     return Mistral3Config(
         text_config=Ministral3Config(**text),
@@ -271,6 +266,7 @@ GEMMA3_IMAGES = (with_images, Gemma3ForConditionalGeneration)
 GEMMA4 = (Gemma4TextConfig, Gemma4ForCausalLM)
 GEMMA4_UNIFIED = (Gemma4UnifiedTextConfig, Gemma4UnifiedForCausalLM)
 GPT_OSS = (GptOssConfig, GptOssForCausalLM)
+HUNYUAN = (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM)
 APERTUS, ARCEE = (ApertusConfig, ApertusForCausalLM), (ArceeConfig, ArceeForCausalLM)
 ERNIE, EXAONE = (Ernie4_5Config, Ernie4_5ForCausalLM), (Exaone4Config, Exaone4ForCausalLM)
 MINISTRAL, SEED = (Ministral3Config, Ministral3ForCausalLM), (SeedOssConfig, SeedOssForCausalLM)
@@ -294,7 +290,6 @@ MIXTURES = {
         (Glm4MoeConfig, Glm4MoeForCausalLM),
         (GraniteMoeConfig, GraniteMoeForCausalLM),
         (GraniteMoeSharedConfig, GraniteMoeSharedForCausalLM),
-        (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
         (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
         (HYV3Config, HYV3ForCausalLM),
         (MellumConfig, MellumForCausalLM),
@@ -887,12 +882,16 @@ SPECS = {
             original_max_position_embeddings=128,
         ),
     ),
-    "hunyuan_v1_dense": mixture(
-        "hunyuan_v1_dense",
-        num_hidden_layers=2,
-        attention_bias=True,
-        rope_parameters=rope(10000.0, rope_type="dynamic", alpha=20.0, factor=1.0),
-        tie_word_embeddings=True,
+    "hunyuan_v1_dense": (
+        HUNYUAN,
+        heads(
+            4,
+            2,
+            head_dim=16,
+            attention_bias=True,
+            rope_parameters=rope(10000.0, rope_type="dynamic", alpha=20.0, factor=1.0),
+            tie_word_embeddings=True,
+        ),
     ),
     "hunyuan_v1_moe": mixture(
         "hunyuan_v1_moe", num_hidden_layers=2, num_experts=8, moe_topk=3, intermediate_size=16
