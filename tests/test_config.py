@@ -106,15 +106,13 @@ OVERRIDDEN = {
     "exaone4": "sliding_window sliding_window_pattern",
     "exaone_moe": "sliding_window sliding_window_pattern",
     "falcon": "num_kv_heads",
-    "deepseek_v2": "intermediate_size",
-    "mellum": "intermediate_size sliding_window",
-    "mistral4": "intermediate_size",
+    "mellum": "sliding_window",
     "olmo3": "sliding_window",
     "phi3": "original_max_position_embeddings",
     "qwen2": "use_sliding_window",
-    "qwen2_moe": "intermediate_size sliding_window use_sliding_window",
+    "qwen2_moe": "sliding_window use_sliding_window",
     "qwen3": "use_sliding_window",
-    "qwen3_moe": "intermediate_size use_sliding_window",
+    "qwen3_moe": "use_sliding_window",
     "smollm3": "use_sliding_window no_rope_layer_interval",
 }
 

@@ -25,7 +25,12 @@ GRANITE_8B, OLMO2_7B, GLM4_9B, COMMAND_R, GEMMA_7B = (
 # Keys without which a class has no valid config, or no dense layer.
 NEEDED = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},
-    "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy", "n_group": 8},
+    "deepseek_v2": {
+        "num_experts_per_tok": 6,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "first_k_dense_replace": 1,
+    },
     "glm4_moe": {"head_dim": 128},
     "dots1": {
         "n_routed_experts": 128,
@@ -33,13 +38,17 @@ NEEDED = {
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
     },
+    "mellum": {"mlp_layer_types": ["dense", *["sparse"] * 27]},
+    "mistral4": {"first_k_dense_replace": 1},
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    "qwen3_moe": {"mlp_only_layers": [0]},
 }
 # Elements of transformers' classes on torch's meta device, with their default sizes but for these keys: of types, or
 # shapes, without a line in `published.json`.
 COUNTS = {
     "apertus": (6_979_596_352, {}),
     "arcee": (4_022_766_080, {}),
-    "deepseek_v2": (38_612_307_968, NEEDED["deepseek_v2"]),
+    "deepseek_v2": (38_612_307_968, NEEDED["deepseek_v2"] | {"first_k_dense_replace": 0}),
     "flex_olmo": (33_270_665_216, {}),
     "granitemoe": (37_039_116_288, {}),
     "granitemoeshared": (37_441_769_472, {"shared_intermediate_size": 1024}),
