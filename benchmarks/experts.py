@@ -2,13 +2,12 @@
 
     python -m benchmarks.experts
 
-One model of two layers of 64 experts, once for each number of experts per token. If a step read all experts, or
-converted them, its time would not depend on that number. Rates are of the bytes that `jaxkv plan` counts; a large cache
-may hold the experts of a few tokens.
+One model of two layers of 64 experts, once for each number of experts per token, in turns. If a step read all experts,
+or converted them, its time would not depend on that number. Rates are of the bytes that `jaxkv plan` counts; a large
+cache may hold the experts of a few tokens.
 """
 
 import argparse
-import statistics
 
 import numpy as np
 
@@ -22,8 +21,8 @@ CHOSEN = (1, 4, 16, 64)
 EXPERTS, EMBED, HIDDEN, TOKENS = 64, 512, 1024, 64
 
 
-def measure(chosen, *, rounds, steps, dtype):
-    """A step's milliseconds, and the bytes that it reads by the plan."""
+def prepare(chosen, *, steps, dtype):
+    """A model's run of so many steps, which has been compiled and run once; and bytes of its plan."""
     config = jaxkv.ModelConfig(
         vocab=1024,
         layers=2,
@@ -39,28 +38,32 @@ def measure(chosen, *, rounds, steps, dtype):
     cell = Cell(model, jaxkv.SnapKV(budget=TOKENS), ids, steps)
     cell.run(0)
     cell.run(steps)
-    spent = [1e3 * cell.run(steps) / steps for _ in range(rounds)]
     planned = jaxkv.plan(config, gpus="cpu", context=TOKENS, new=steps, dtype=dtype).sizes
-    return {"milliseconds": spent, "read": planned.read, "weights": planned.weights}
+    return cell, {"read": planned.read, "weights": planned.weights}
 
 
 def main():
-    """Measures each number of experts, and saves after it."""
+    """Measures all numbers of experts in turns, and saves after each round."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=record.Path, default=record.RESULTS / "experts.json")
     given = parser.parse_args()
-    found = {}
-    print(f"{'experts':>8}{'MB read':>10}{'of MB':>8}{'ms/step':>10}{'GB/s':>8}")
-    for chosen in CHOSEN:
-        one = measure(chosen, rounds=given.rounds, steps=given.steps, dtype=given.dtype)
-        step = statistics.median(one["milliseconds"])
-        read, held = one["read"] / 1e6, one["weights"] / 1e6
-        print(f"{chosen:8}{read:10.1f}{held:8.0f}{step:10.2f}{read / step:8.1f}", flush=True)
-        found[chosen] = one
+    cells = {each: prepare(each, steps=given.steps, dtype=given.dtype) for each in CHOSEN}
+    spent = {each: [] for each in CHOSEN}
+    for _ in range(given.rounds):
+        for chosen, (cell, _) in cells.items():
+            spent[chosen].append(1e3 * cell.run(given.steps) / given.steps)
+        found = {
+            chosen: {"milliseconds": record.spread(spent[chosen]), **sizes}
+            for chosen, (_, sizes) in cells.items()
+        }
         record.add(given.out, given.dtype, {"machine": record.machine(), "chosen": found})
+    print(f"{'experts':>8}{'MB read':>10}{'of MB':>8}{'ms/step':>10}{'GB/s':>8}")
+    for chosen, each in found.items():
+        step, read, held = each["milliseconds"]["median"], each["read"] / 1e6, each["weights"] / 1e6
+        print(f"{chosen:8}{read:10.1f}{held:8.0f}{step:10.2f}{read / step:8.1f}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Measures what loading adds to a process' memory, for checkpoints of 500 MB in formats of quantised weights.
 
-    python -m benchmarks.load_memory
+    python -m benchmarks.load_memory [--rounds 3]
 
-A process for each format and kind of weights loads twice, because programs stay; the ratio is the second load's peak
-above what the process had before it, over the bytes of the loaded weights. Codes are random.
+A process for each format and kind of weights, in turns, loads twice, because programs stay; the ratio is the second
+load's peak above what the process had before it, over the bytes of the loaded weights. Codes are random.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks import record
 from benchmarks.against import FREES_AT_ONCE
 from benchmarks.workers import reset_peak, status_bytes
 
@@ -110,33 +112,49 @@ def measure(folder, weights):
     return {"peak": status_bytes("VmHWM") - before, "weights": model.nbytes, "seconds": seconds}
 
 
+def measure_alone(folder, weights):
+    """Loads a folder in a process of its own; returns the ratio, megabytes of the file and the weights, seconds."""
+    command = [sys.executable, "-m", "benchmarks.load_memory", "--measure", str(folder), weights]
+    environment = {**os.environ, **FREES_AT_ONCE}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    file = (folder / "model.safetensors").stat().st_size
+    return {
+        "ratio": round(found["peak"] / found["weights"], 3),
+        "file MB": round(file / 1e6),
+        "weights MB": round(found["weights"] / 1e6),
+        "seconds": round(found["seconds"], 2),
+    }
+
+
 def main():
-    """Writes each format, and measures each kind of weights in a process of its own."""
+    """Writes each format, measures each kind of weights, and saves after each round."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", nargs=2, metavar=("FOLDER", "WEIGHTS"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "load_memory.json")
     asked = parser.parse_args()
     if asked.measure:
         print(json.dumps(measure(*asked.measure)))
         return
-    environment = {**os.environ, **FREES_AT_ONCE}
-    for name in FORMATS:
-        with tempfile.TemporaryDirectory() as there:
-            folder = write(Path(there) / name, name)
-            size = (folder / "model.safetensors").stat().st_size
-            for weights in ("bfloat16", "int8", "int4"):
-                command = [sys.executable, "-m", "benchmarks.load_memory", "--measure"]
-                done = subprocess.run(
-                    [*command, str(folder), weights],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    check=True,
-                )
-                found = json.loads(done.stdout.splitlines()[-1])
-                ratio = found["peak"] / found["weights"]
-                print(
-                    f"{name:9} {size / 1e6:5.0f} MB as {weights:9} {found['weights'] / 1e6:5.0f} MB: peak"
-                    f" {found['peak'] / 1e6:5.0f} MB, {ratio:.2f} times, {found['seconds']:.1f} s"
-                )
+    results = {"machine": record.machine(), "rounds": 0, "loads": {}}
+    with tempfile.TemporaryDirectory() as there:
+        folders = {name: write(Path(there) / name, name) for name in FORMATS}
+        cases = [*itertools.product(FORMATS, ("bfloat16", "int8", "int4"))]
+        rounds = {case: [] for case in cases}
+        for at in range(asked.rounds):
+            for name, weights in cases:
+                found = measure_alone(folders[name], weights)
+                rounds[name, weights].append(found)
+                print(f"{name} as {weights}: {json.dumps(found)}", flush=True)
+            loads = {
+                f"{name} as {weights}": {
+                    key: record.spread([each[key] for each in found]) for key in found[0]
+                }
+                for (name, weights), found in rounds.items()
+            }
+            results |= {"rounds": at + 1, "loads": loads}
+            record.save(asked.out, results)
 
 
 if __name__ == "__main__":
