@@ -14,6 +14,7 @@ from policy_table import REPEATED
 import jaxkv
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.slot_shape import compute_slot_shape
+from jaxkv.evals.perplexity import measure_text_losses
 from jaxkv.models.rope import compute_rope_frequencies
 from jaxkv.models.values import (
     ExpertsConfig,
@@ -61,7 +62,7 @@ POLICIES = {
     "int8": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=8, store="int8")),
 }
 KVZIP = jaxkv.KVzip(budget=16, **REPEATED)
-POLICIES["kvzip"] = dataclasses.replace(KVZIP, over="layer")
+POLICIES["kvzip+"] = dataclasses.replace(KVZIP, over="layer", weighted=True)
 
 
 def model_of(config=CONFIG):
@@ -134,6 +135,12 @@ def test_bytes_are_those_of_each_layer():
     assert pools == [2 * 2 * WINDOW * (4 * 48 + 4), 2 * 2 * 32 * (4 * 32 + 4)]
     assert cache.nbytes == needed.cache_bytes and cache.entry_bytes == 4 * 32
     assert cache.full_nbytes == cache.kept_nbytes == 2 * 2 * 4 * (WINDOW * 48 + 32 * 32)
+    ids = np.asarray(ids, np.int32)
+    _, _, kept, nbytes = measure_text_losses(
+        model, jaxkv.FullKV(), ids[:, :28].tolist(), ids[:, 28:]
+    )
+    # Windows hold their tokens and those since the last copy; the last token is not run.
+    assert nbytes.tolist() == [4 * (2 * 48 * each + 2 * 32 * 31) for each in 2 * kept - 31]
     assert cache.headroom_nbytes((1, 2)) == 2 * (4 * 48 + 4 + 2 * (4 * 32 + 4))
     half = jaxkv.Session(model, jaxkv.SnapKV(budget="8000 B", window=8)).policy
     assert half.composed.budget.value == (8000 - 2 * WINDOW * 196) // (2 * 132)
