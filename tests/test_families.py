@@ -1,5 +1,6 @@
 """Families beside Llama's: what their configs say."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -224,4 +225,10 @@ def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
     assert jaxkv.load(copied, progress=False).config.layers == 3
     save_file(tensors | {"model.layers.4.eh_proj.weight": np.zeros(2, np.float32)}, path)
     with pytest.raises(ValueError, match=r"weights=\['model.layers.4.eh_proj.weight'\]"):
+        jaxkv.load(copied, progress=False)
+    # A config of fewer layers than the file's.
+    save_file(tensors, path)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match=r"weights=\['model.layers.2.* not a parameter"):
         jaxkv.load(copied, progress=False)
