@@ -362,8 +362,10 @@ def _find_predicting_layers(names: set[str], layers: int, config: Mapping[str, A
     """Return the tensors of the layers that predict several tokens, as many as the config says behind its layers."""
     keys = ("num_nextn_predict_layers", "num_mtp_layers")
     more = max(validate_int(key, config.get(key) or 0, least=0) for key in keys)
-    found = ((name, _LAYER.match(name)) for name in names)
-    return {name for name, at in found if at and layers <= int(at[1]) < layers + more}
+    found = {name: int(at[1]) for name in names if (at := _LAYER.match(name))}
+    # Each joins embeddings and hidden states: another layer belongs to a config of more layers.
+    joining = {at for name, at in found.items() if ".eh_proj." in name}
+    return {name for name, at in found.items() if at in joining and layers <= at < layers + more}
 
 
 def _list_scale_paths(path: str, parameters: Mapping[str, Any]) -> list[str]:

@@ -189,6 +189,12 @@ def test_layers_with_a_window_are_left_out():
         measure_visible_attention(windowed, SNAP, TEXTS[0][:-4], TEXTS[0][-4:])
 
 
+def test_gated_outputs_have_no_eviction_loss():
+    gated = tiny.tiny(dataclasses.replace(CONFIG, attention_gate=True))
+    with pytest.raises(ValueError, match="params=.*gates"):
+        analysis.eviction_loss(gated, TEXTS, budgets=(16,))
+
+
 @pytest.mark.parametrize(("m", "adjacent", "most"), [(1, 1, None), (2, 1, 5), (2, 0, 4)])
 def test_filter_layers_are_the_best_of_all_sets(m, adjacent, most):
     given = {"m": m, "adjacent": adjacent, "most_whole": most}

@@ -209,6 +209,11 @@ def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
     (copied / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": "1"}))
     with pytest.raises(ValueError, match="^num_nextn_predict_layers='1'"):
         jaxkv.load(copied, progress=False)
+    # A config of fewer layers than the file's.
+    save_file(tensors, path)
+    (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match=r"weights=\['model.layers.2.* not a parameter"):
+        jaxkv.load(copied, progress=False)
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,7 @@ def test_keys_of_layers_are_those_of_published_files():
         ({"per_layer_config": {"4": {"head_dim": 512}}}, "per_layer_config="),
         ({"layer_types": ["sliding_attention"] * 60}, "layer_types="),
         ({"attention_k_eq_v": "yes"}, "attention_k_eq_v='yes'"),
+        ({"enable_moe_block": True, "num_experts": 8}, "top_k_experts=None"),
     ],
 )
 def test_configs_that_are_not_built(changes, message):

@@ -1,6 +1,7 @@
 """Multi-head latent attention: one vector of a token for all heads, stored once under policies, slots and meshes."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -297,3 +298,9 @@ def test_configs_that_latents_do_not_fit(changed, message):
 def test_widths(changed, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LATENT, **changed)
+
+
+def test_a_configs_widths_are_numbers():
+    config = json.loads((running.GOLDEN / "models" / "mistral4" / "config.json").read_text())
+    with pytest.raises(ValueError, match="v_head_dim=None: give an integer"):
+        jaxkv.ModelConfig.from_hf(config | {"v_head_dim": None})

@@ -148,3 +148,17 @@ def test_a_spec_of_another_layer_is_found(where, monkeypatch, request):
     )
     with pytest.raises(AssertionError):
         check_answers(tiny.tiny(CONFIG))
+
+
+@pytest.mark.usefixtures("as_users_call")
+@pytest.mark.parametrize("field", ["rope", "kinds", "experts", "latent"])
+@pytest.mark.parametrize("given", ["x", 3, ("x",), {}])
+def test_parts_of_another_class_are_rejected(field, given):
+    plain = tiny.shape(layers=3, kv_heads=2, group=3, dim=8)
+    with pytest.raises(ValueError, match=f"^{field}=.*: give a "):
+        dataclasses.replace(plain, **{field: given})
+    if field == "rope":
+        with pytest.raises(ValueError, match="^rope=.*: give a Rope"):
+            LayerSpec(rope=given)
+        with pytest.raises(ValueError, match="^below=.*: give a tuple of DeltaNetSpec"):
+            LayerSpec(below=given)

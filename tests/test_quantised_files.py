@@ -366,6 +366,8 @@ BAD_TENSORS = [
     ("awq", {f"{DOWN}qweight": np.ones((96, 8), "f")}, rf"{DOWN}qweight='float32\[96, 8\]'"),
     ("awq", {f"{DOWN}weight": np.ones((64, 96), "f")}, "several forms of one weight"),
     ("gptq", {f"{DOWN}g_idx": np.full(96, 3, np.int32)}, f"{DOWN}g_idx=.*below 3"),
+    ("gptq", {f"{DOWN}g_idx": np.zeros(96, "f")}, rf"{DOWN}g_idx=\(96,\)"),
+    ("fp8", {f"{DOWN}weight": np.ones((0, 96), E4M3)}, rf"{SCALE}=\(1, 1\)"),
     # Codes of 8 bits.
     ("gptq", {f"{DOWN}qweight": np.ones((24, 64), np.int32)}, rf"{DOWN}g_idx=\(96,\)"),
 ]

@@ -275,14 +275,16 @@ def eviction_loss(
         Losses, bounds and entries. L counts the layers without a sliding window.
 
     Raises:
-        ValueError: for texts that are empty or too long for the model, budgets that cannot be kept, and policies that
-            merge entries, renumber positions or choose the entries to read for each token.
+        ValueError: for texts that are empty or too long for the model, budgets that cannot be kept, policies that merge
+            entries, renumber positions or choose the entries to read for each token, and models with gated attention.
 
     References:
         Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Entries are evicted by kv head, and h counts
         query heads.
     """
     following = _checks.validate_int("following", following)
+    remedy = "gates multiply its attention's outputs, which the bound leaves out: use another model"
+    require(not params.config.attention_gate, "params", params.name, remedy)
     for policy in map(resolve_policy, policies):
         parts = policy.build_policy_parts()
         remedy = "not supported: use policies that evict entries and keep the positions of others"

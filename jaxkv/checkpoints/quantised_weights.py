@@ -197,7 +197,7 @@ class _WeightParts:
         high, wide = scales.shape
         height, width = form.blocks
         if scales.shape != (-(-outputs // height), -(-inputs // width)):
-            fits = high in (1, outputs) and wide > 0 and inputs % wide == 0
+            fits = high in (1, outputs) and outputs > 0 and wide > 0 and inputs % wide == 0
             self._require_fit(fits, scale, scales, codes)
             height, width = outputs // high, inputs // wide
         if zeros is not None:
@@ -205,7 +205,8 @@ class _WeightParts:
             self._require_fit(zeros.shape == scales.shape, zero, zeros, codes)
         groups = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
         if groups is not None:
-            self._require_fit(groups.shape == (inputs,), "g_idx", groups, codes)
+            fits = groups.shape == (inputs,) and groups.dtype.kind in "iu"
+            self._require_fit(fits, "g_idx", groups, codes)
 
         def find_groups(columns: slice) -> np.ndarray:
             """Return the column of `scales` of each input; ValueError for one that is not there."""

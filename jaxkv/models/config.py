@@ -130,7 +130,6 @@ class ModelConfig:
         for each in ids:
             validate_int("bos or eos", each, least=0)
         object.__setattr__(self, "eos", tuple(map(int, self.eos)))
-        object.__setattr__(self, "kinds", tuple(self.kinds))
         for name, holds, remedy in self._yield_field_rules():
             require(holds, name, getattr(self, name), remedy)
         self._check_rotated_channels()

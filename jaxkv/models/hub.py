@@ -141,7 +141,9 @@ def _read_experts(config: Config, layers: int) -> ExpertsConfig | None:
     mixed = validate_bool("enable_moe_block", given.get("enable_moe_block", "count" in found))
     if not mixed:
         return None
-    require("count" in found, "num_experts", None, "enable_moe_block=true needs their number")
+    for key in ("num_experts", "num_experts_per_tok"):
+        given = _EXPERTS[key][0] in found
+        require(given, names.get(key, key), None, "enable_moe_block=true needs their number")
     if config.get("topk_method") == "greedy":
         # DeepSeek V2-Lite names groups, and chooses among all experts.
         found |= {"groups": 1, "chosen_groups": 1}
@@ -237,7 +239,7 @@ def _read_latent_fields(config: Config, heads: int) -> dict[str, Any]:
     widths = {
         name: validate_int(key, config[key])
         for name, key in keys.items()
-        if config[key] is not None
+        if name != "query_rank" or config[key] is not None
     }
     latent = LatentConfig(**widths)
     given = config["num_key_value_heads"]

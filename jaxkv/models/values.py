@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -46,7 +47,7 @@ READERS: dict[Any, Callable[..., Any]] = {
 
 
 def check_number_fields(value: Any) -> None:
-    """Check a dataclass's bools, positive numbers, lists of these; store them as Python values; else ValueError."""
+    """Check a dataclass's bools, positive numbers, parts, tuples of these; store Python values; else ValueError."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
@@ -480,6 +481,28 @@ class LatentConfig:
     def query_dim(self) -> int:
         """Channels of a head's query and key as projected: unrotated and rotated ones."""
         return self.unrotated + self.rotated
+
+
+def _check_part(kind: type, name: str, value: Any) -> Any:
+    """Return a field's value of a class; raise ValueError for anything else."""
+    require(isinstance(value, kind), name, value, f"give a {kind.__name__}")
+    return value
+
+
+def _check_parts(kind: type, name: str, value: Any) -> tuple[Any, ...]:
+    """Return a tuple of a field's values of a class; raise ValueError for anything else."""
+    listed = isinstance(value, (list, tuple)) and all(isinstance(each, kind) for each in value)
+    require(listed, name, value, f"give a tuple of {kind.__name__}")
+    return tuple(value)
+
+
+READERS |= {
+    "Rope": functools.partial(_check_part, Rope),
+    "ExpertsConfig | None": functools.partial(_check_part, ExpertsConfig),
+    "LatentConfig | None": functools.partial(_check_part, LatentConfig),
+    "tuple[DeltaNetSpec, ...]": functools.partial(_check_parts, DeltaNetSpec),
+    "tuple[LayerSpec, ...]": functools.partial(_check_parts, LayerSpec),
+}
 
 
 def check_weight_format(given: Any) -> str | None:
