@@ -142,8 +142,8 @@ def _read_experts(config: Config, layers: int) -> ExpertsConfig | None:
     if not mixed:
         return None
     for key in ("num_experts", "num_experts_per_tok"):
-        given = _EXPERTS[key][0] in found
-        require(given, names.get(key, key), None, "enable_moe_block=true needs their number")
+        known = _EXPERTS[key][0] in found
+        require(known, names.get(key, key), None, "enable_moe_block=true needs their number")
     if config.get("topk_method") == "greedy":
         # DeepSeek V2-Lite names groups, and chooses among all experts.
         found |= {"groups": 1, "chosen_groups": 1}
