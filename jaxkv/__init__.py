@@ -49,7 +49,8 @@ _HOMES = {
         "CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip FullKV "
         "GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff LUKV "
         "LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters Quest "
-        "RKV RandomKV RoCo RocketKV SimLayerKV SnapKV StreamingLLM TOVA"
+        "RKV RandomKV RoCo RocketKV SimLayerKV SnapKV StreamingLLM TOVA "
+        "TriAttention"
     ),
     "jaxkv.serving": "Engine",
     "jaxkv.sharding.resharding": "reshard",

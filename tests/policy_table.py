@@ -41,6 +41,7 @@ from jaxkv import (
     SimLayerKV,
     SnapKV,
     StreamingLLM,
+    TriAttention,
 )
 from jaxkv.policies import (
     AdaptiveHeads,
@@ -493,6 +494,13 @@ TABLE += (
         oracle=t.each(t.rkv),
         window=WINDOW,
         like="snapkv",
+    ),
+    Row(
+        name="triattention",
+        make=lambda budget, **kw: TriAttention(budget=budget, remembered=WINDOW, **kw),
+        oracle=t.triattention,
+        sinks=4,
+        like="knorm",
     ),
     Row(
         name="chunkkv",

@@ -224,6 +224,19 @@ def capkv(**options):
 
 
 @each
+def triattention(layer, q, k, budget):
+    """TriAttention with the last queries' statistics, without RoPE: what a scorer is given here."""
+    group, n, dim = len(q) // len(k), k.shape[1], k.shape[2]
+    of_heads = [o.query_statistics(head[-WINDOW:]) for head in q]
+    still = np.zeros(dim // 2), np.ones(dim // 2)
+    scores = [
+        o.tri_scores(of_heads[head * group : (head + 1) * group], keys, n, range(n), *still)
+        for head, keys in enumerate(k)
+    ]
+    return _behind_sinks(scores, budget, n)
+
+
+@each
 def qfilters(layer, q, k, budget):
     """QFilters without a file, with queries as they come: what a scorer is given here."""
     group, n = len(q) // len(k), k.shape[1]

@@ -21,6 +21,7 @@ from jaxkv.policies import (
     LayerBudgetInputs,
     ProtectedHeads,
     QueryMoments,
+    QueryPairs,
     ScorerInputs,
     UniformHeads,
     topk,
@@ -94,6 +95,8 @@ class _Drawn(layer_sources.LayerEntrySource):
             found["norms"] = jnp.asarray(critical_norms(k))
         if needs.moments is not None:
             found["moments"] = self.moments(index, needs.moments)
+        if needs.pairs is not None:
+            found["pairs"] = self.pairs(index, needs.queries)
         if needs.replay is not None:
             found["replay"] = jnp.asarray(replayed(k))
         if needs.blocks is not None:
@@ -111,6 +114,18 @@ class _Drawn(layer_sources.LayerEntrySource):
         mean = np.stack([row.mean(axis=2) for row in q])
         covariance = jnp.asarray(outer, jnp.float32) if asked.covariance else None
         return QueryMoments(mean=jnp.asarray(mean, jnp.float32), covariance=covariance)
+
+    def pairs(self, index, window):
+        """Mean, and excess norm of channel pairs, of the prompts' last queries as they come."""
+        mean, excess = [], []
+        for row, n in zip(self.q[index], self.lengths, strict=True):
+            last = row[:, :, max(0, n - window) : n].astype(np.float64)
+            pairs = np.stack(np.split(last, 2, axis=-1))
+            mean.append(last.mean(axis=2))
+            norm = np.sqrt((pairs**2).sum(axis=0)).mean(axis=2)
+            excess.append(norm - np.sqrt((pairs.mean(axis=3) ** 2).sum(axis=0)))
+        of = (jnp.asarray(np.stack(each), jnp.float32) for each in (mean, excess))
+        return QueryPairs(**dict(zip(("mean", "excess"), of, strict=True)))
 
     def blocks(self, index, asked):
         """Attention that each key receives within its block, block by block."""

@@ -10,6 +10,7 @@ from jaxkv.analysis.attending import (
 )
 from jaxkv.analysis.gate_fitting import FittedGate, fit_kvzap_gate
 from jaxkv.analysis.plots import draw_lines, draw_maps
+from jaxkv.analysis.query_fitting import fit_query_statistics
 from jaxkv.analysis.retention import AttentionRecall, EvictionLoss, budgets, eviction_loss, recall
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "eviction_loss",
     "find_filter_layers",
     "fit_kvzap_gate",
+    "fit_query_statistics",
     "recall",
     "retained",
     "similarity",

@@ -36,21 +36,24 @@ def encode_texts(
     return out
 
 
-def find_full_attention_layers(params: LanguageModel) -> tuple[int, ...]:
-    """Return indices of layers without sliding window; ValueError if none, or if the model has sink logits."""
+def find_full_attention_layers(params: LanguageModel, *, sinks: bool = False) -> tuple[int, ...]:
+    """Return indices of layers without sliding window; ValueError if none, or for sink logits unless `sinks`."""
     layers = list_full_attention_layers(params.config.sliding_windows)
     remedy = "use another model"
     require(bool(layers), "params", params.name, f"every layer has a sliding window: {remedy}")
-    sinks = params.config.sink_logits
-    require(not sinks, "params", params.name, f"its attention has sink logits: {remedy}")
+    fits = sinks or not params.config.sink_logits
+    require(fits, "params", params.name, f"its attention has sink logits: {remedy}")
     return layers
 
 
 def iterate_full_attention_layers(
-    params: LanguageModel, text: EncodedPrompts, **needs: Any
+    params: LanguageModel, text: EncodedPrompts, *, sinks: bool = False, **needs: Any
 ) -> Iterator[tuple[int, LayerOut]]:
-    """Prefill a text layer by layer; yield (index, `LayerOut` made for `needs`) of layers without sliding window."""
-    whole = find_full_attention_layers(params)
+    """Prefill a text layer by layer; yield (index, `LayerOut` made for `needs`) of layers without sliding window.
+
+    Sink logits are rejected unless `sinks`.
+    """
+    whole = find_full_attention_layers(params, sinks=sinks)
     tokens = text.pad_ids(round_up_to_bucket(len(text.ids[0])))
     given = (
         place_host_array(tokens, "B S", params.axes),

@@ -50,6 +50,7 @@ _COMMANDS = {
     "batch": ("answer a file of requests, and write a file of answers", "batching BatchCommand"),
     "filters": ("find the filter layers of a model (OmniKV)", "analysing FindFilterLayersCommand"),
     "fit-gate": ("fit KVzap's gate to a model", "analysing FitGateCommand"),
+    "fit-tri": ("measure a model's queries for TriAttention", "analysing FitTriCommand"),
     "export": ("export programs and weights that run without jaxkv", "exporting ExportCommand"),
     "plan": ("plan memory and speed on GPUs, present or not", "planning PlanCommand"),
     "eval": ("evaluate policies on tasks", "evaluating ListTasksCommand"),

@@ -1,4 +1,4 @@
-"""`jaxkv filters` finds a model's filter layers on texts; `jaxkv fit-gate` fits KVzap's gate to a model."""
+"""`jaxkv filters` finds filter layers of a model on texts; `fit-gate` and `fit-tri` make files of policies for it."""
 
 import dataclasses
 import json
@@ -9,11 +9,18 @@ import numpy as np
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv._plotting import make_figure, render_figure
-from jaxkv.analysis import FilterLayers, draw_maps, find_filter_layers, fit_kvzap_gate
+from jaxkv.analysis import (
+    FilterLayers,
+    draw_maps,
+    find_filter_layers,
+    fit_kvzap_gate,
+    fit_query_statistics,
+)
 from jaxkv.checkpoints import list_model_names, save_filter_layers
 from jaxkv.cli.models import ModelOption
 from jaxkv.cli.options import ArgumentSpec, Count, File
 from jaxkv.cli.outputs import OutputTarget, PictureOutputTarget, read_text, write_to_stdout
+from jaxkv.loading import LanguageModel
 from jaxkv.policies.reads import list_full_attention_layers
 
 # Share of the tokens visible to a query that counts as most attended when a layer's choice is scored.
@@ -96,34 +103,75 @@ def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: 
 
 
 @frozen_dataclass
-class FitGateCommand(ModelOption):
-    """The command `jaxkv fit-gate` and its options: fit KVzap's gate to a model on texts.
+class _FitCommand(ModelOption):
+    """Base of commands that fit a file of a policy to a model on texts.
 
     Attributes:
         model: a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id.
+    """
+
+    model: Annotated[str, ArgumentSpec("MODEL", place=True)] = dataclasses.field()
+    texts: Annotated[tuple[str, ...], ArgumentSpec("TEXT", tuple, "extend", place=True)]
+    out: File
+
+    @property
+    def target(self) -> OutputTarget:
+        """`OutputTarget` of the option `out`."""
+        return OutputTarget(flag="--out", name=self.out)
+
+    def load_model_and_ids(self) -> tuple[LanguageModel, list[list[int]]]:
+        """Return the model and each text's token ids; ValueError first if the output cannot be written."""
+        # Checked first, because the work takes minutes.
+        self.target.require_writable([*self.texts, self.model])
+        texts = [read_text(name, "TEXT") for name in self.texts]
+        params = self.load_model()
+        return params, [params.tokenizer.encode(text, bos=True) for text in texts]
+
+
+@frozen_dataclass
+class FitGateCommand(_FitCommand):
+    """The command `jaxkv fit-gate` and its options: fit KVzap's gate to a model on texts.
+
+    Attributes:
         texts: UTF-8 files, each one text of about a thousand tokens; - for stdin.
         out: safetensors file to write, for `--policy kvzap --gate FILE`.
         tokens: maximum tokens of each text, up to the model's positions.
         penalty: ridge penalty, above 0; larger values give smaller weights, which fit these texts less.
     """
 
-    model: Annotated[str, ArgumentSpec("MODEL", place=True)] = dataclasses.field()
-    texts: Annotated[tuple[str, ...], ArgumentSpec("TEXT", tuple, "extend", place=True)]
-    out: File
     tokens: Count = 2048
     penalty: float = 1.0
 
     def run_command(self) -> None:
         """Fit KVzap's gate to texts, write it as safetensors, and print the explained variance of each layer."""
-        # Checked first, because the work takes minutes.
-        out = OutputTarget(flag="--out", name=self.out)
-        out.require_writable([*self.texts, self.model])
-        texts = [read_text(name, "TEXT") for name in self.texts]
-        params = self.load_model()
+        params, ids = self.load_model_and_ids()
         most = min(self.tokens, params.config.max_positions)
-        ids = [params.tokenizer.encode(text, bos=True)[:most] for text in texts]
-        fitted = fit_kvzap_gate(params, ids, penalty=self.penalty)
-        out.write_bytes(fitted.gate.encode_safetensors())
+        fitted = fit_kvzap_gate(params, [each[:most] for each in ids], penalty=self.penalty)
+        self.target.write_bytes(fitted.gate.encode_safetensors())
         write_to_stdout(f"gate of {self.model} from {fitted.tokens} tokens: {self.out}")
         shares = ", ".join(f"{share:.0%}" for share in fitted.explained)
         write_to_stdout(f"explained variance of the scores in these texts, by layer: {shares}")
+
+
+@frozen_dataclass
+class FitTriCommand(_FitCommand):
+    """The command `jaxkv fit-tri` and its options: measure a model's queries on texts, for TriAttention.
+
+    Attributes:
+        texts: UTF-8 files of any text; - for stdin. 32,768 tokens are enough.
+        out: safetensors file to write, for `--policy triattention --statistics FILE`.
+        tokens: maximum tokens of all texts together.
+        chunk: maximum tokens that the model reads at a time, up to its positions.
+    """
+
+    tokens: Count = 32768
+    chunk: Count = 4096
+
+    def run_command(self) -> None:
+        """Measure the model's queries in texts, write the statistics as safetensors, and print the number of tokens."""
+        params, ids = self.load_model_and_ids()
+        every = [token for each in ids for token in each][: self.tokens]
+        size = min(self.chunk, params.config.max_positions)
+        pieces = [every[at : at + size] for at in range(0, len(every), size)]
+        self.target.write_bytes(fit_query_statistics(params, pieces).encode_safetensors())
+        write_to_stdout(f"statistics of {self.model} from {len(every)} tokens: {self.out}")

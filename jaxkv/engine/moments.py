@@ -1,17 +1,36 @@
-"""Statistics of a prompt's queries: mean and covariance (ExpectedAttention), attention within blocks."""
+"""Statistics of queries: mean and covariance (ExpectedAttention), pairs (TriAttention), attention within blocks."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.models.decoder_blocks import DecoderBlock
-from jaxkv.models.rope import RopeTables, apply_rope, compute_rope_tables
+from jaxkv.models.rope import (
+    RopeTables,
+    apply_rope,
+    compute_pair_norms,
+    compute_rope_frequencies,
+    compute_rope_tables,
+)
 from jaxkv.models.values import Rope
-from jaxkv.policies.scorer import BlockAttention, FutureQuerySettings, QueryMoments
+from jaxkv.policies.scorer import (
+    BlockAttention,
+    FutureQuerySettings,
+    QueryMoments,
+    QueryPairs,
+    QueryPairSettings,
+)
+from jaxkv.sharding.collectives import slice_own_shard
+from jaxkv.sharding.mesh import ShardingMesh
+from jaxkv.sharding.sharded_program import sharded_jit
+
+# Distances past a text's end over which TriAttention averages.
+DISTANCES = 2 ** np.arange(17)
 
 
 class _QueryStatistics(NamedTuple):
@@ -95,13 +114,74 @@ def compute_last_query_moments(
 
     The queries are at positions `seen - w` to `seen`. Queries of negative positions may hold any finite values.
     """
-    position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
+    position = seen[:, None] + jnp.arange(-q.shape[3], 0, dtype=jnp.int32)
+    sums = _compute_query_statistics(
+        _undo_query_rope(q, position, rope), position >= needs.skip, needs
+    )
+    return _rotate_to_future_positions(sums, seen, rope, needs)
+
+
+@sharded_jit(static=("needs", "rope", "heads", "axes"))
+def compute_query_pairs(
+    q: Float[Array, "B K G w D"] | None,
+    seen: Int[Array, " B"],
+    layer: Int[Array, ""],
+    *,
+    needs: QueryPairSettings,
+    rope: Rope,
+    heads: int,
+    axes: ShardingMesh | None = None,
+) -> QueryPairs:
+    """Compiled: return `QueryPairs` after `seen` tokens, from the model's statistics, else from the last w queries.
+
+    `heads` is K of the whole model, `layer` the layer's index. Queries are as in `compute_last_query_moments`. The
+    factor that some ropes give to queries by their position is left out: it is the same for all entries.
+    """
+    if needs.statistics is None:
+        assert q is not None
+        position = seen[:, None] + jnp.arange(-q.shape[3], 0, dtype=jnp.int32)
+        both = average_queries(q, position, rope)
+    else:
+        of_layer = jnp.asarray(needs.statistics.host_arrays)[layer]
+        by_head = of_layer.reshape(1, heads, -1, of_layer.shape[-1])
+        mine = slice_own_shard(slice_own_shard(by_head, "K", 1, axes), "G", 2, axes)
+        both = jnp.repeat(mine, len(seen), axis=0)
+    dim = both.shape[-1] * 2 // 3
+    frequencies, factors = compute_rope_frequencies(rope, dim)
+    # In float64: the angles of far distances are large.
+    turns = np.exp(1j * DISTANCES[:, None] * frequencies).mean(axis=0, keepdims=True)[None]
+    later = RopeTables(
+        cos=jnp.asarray(turns.real, jnp.float32), sin=jnp.asarray(turns.imag, jnp.float32)
+    )
+    now = compute_rope_tables(seen[:, None], rope, dim)
+    mean = both[..., :dim]
+    return QueryPairs(
+        mean=apply_rope(apply_rope(mean[..., None, :], later), now)[..., 0, :],
+        excess=(both[..., dim:] - compute_pair_norms(mean)) * jnp.asarray(factors, jnp.float32),
+    )
+
+
+def average_queries(
+    q: Float[Array, "B K G w D"], position: Int[Array, "B w"], rope: Rope
+) -> Float[Array, "B K G W"]:
+    """Return the mean of queries before RoPE and the mean norms of their channel pairs, W = D + D/2 numbers per head.
+
+    Queries of negative positions are left out.
+    """
+    unrotated = _undo_query_rope(q.astype(jnp.float32), position, rope)
+    both = jnp.concatenate([unrotated, compute_pair_norms(unrotated)], axis=-1)
+    needs = FutureQuerySettings(covariance=False)
+    return _compute_query_statistics(both, position >= 0, needs).mean
+
+
+def _undo_query_rope(
+    q: Float[Array, "B K G w D"], position: Int[Array, "B w"], rope: Rope
+) -> Float[Array, "B K G w D"]:
+    """Return queries before RoPE and its factors; those of negative positions are arbitrary."""
     by = compute_rope_tables(jnp.maximum(position, 0), rope, q.shape[-1]).scale_for_queries()
     # Cosine and sine include all factors: dividing by their square inverts rotation and factors.
     square = by.cos**2 + by.sin**2
-    back = RopeTables(cos=by.cos / square, sin=-by.sin / square)
-    sums = _compute_query_statistics(apply_rope(q, back), position >= needs.skip, needs)
-    return _rotate_to_future_positions(sums, seen, rope, needs)
+    return apply_rope(q, RopeTables(cos=by.cos / square, sin=-by.sin / square))
 
 
 def _compute_query_statistics(

@@ -27,6 +27,7 @@ from jaxkv.engine.embedding import compute_logits, embed_tokens
 from jaxkv.engine.hadamard import apply_hadamard_to_entries, compute_mean_key, uses_hadamard
 from jaxkv.engine.layer_sources import PromptEntrySource
 from jaxkv.engine.lengths import bound_layer_budgets, count_buffered_queries, query_buffer_size
+from jaxkv.engine.moments import compute_query_pairs
 from jaxkv.engine.pages import add_page_bounds
 from jaxkv.engine.plan import PrefillPlan, count_layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
@@ -343,6 +344,16 @@ class PrefillLayerSource(PromptEntrySource):
             extras["queries"] = out.q[..., first:, :]
         if needs.gate is not None:
             extras["gate"] = get_gate_weights(flat, needs.gate, index)
+        if needs.pairs is not None:
+            extras["pairs"] = compute_query_pairs(
+                extras.get("queries"),
+                self.length,
+                jnp.int32(index),
+                needs=needs.pairs,
+                rope=flat.config.get_layer_spec(index).rope,
+                heads=flat.config.kv_heads,
+                axes=flat.axes,
+            )
         return ScorerInputs(
             q_positions=out.q_positions[:, first:],
             k=out.k,

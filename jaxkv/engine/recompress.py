@@ -27,7 +27,7 @@ from jaxkv.engine.lengths import (
     insert_sliding_window_counts,
     round_up_to_bucket,
 )
-from jaxkv.engine.moments import compute_last_query_moments
+from jaxkv.engine.moments import compute_last_query_moments, compute_query_pairs
 from jaxkv.engine.observing import run_scorer
 from jaxkv.engine.prefill_layer import compute_value_norms
 from jaxkv.engine.progress import run_generator
@@ -516,6 +516,16 @@ def _rescore_entries(
             extras["moments"] = compute_last_query_moments(
                 remembered, segments.seen, rope, needs.moments
             )
+    if needs.pairs is not None:
+        extras["pairs"] = compute_query_pairs(
+            extras.get("queries"),
+            segments.seen,
+            layer.layer,
+            needs=needs.pairs,
+            rope=static.spec.rope,
+            heads=heads * (1 if static.axes is None else static.axes.count_axis_shards("K")),
+            axes=static.axes,
+        )
     sinks = shaping.sink_logits
     # If heads hold different numbers of entries, the scorer sees each head as a sequence.
     fold = not static.heads.is_uniform

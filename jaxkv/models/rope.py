@@ -168,6 +168,12 @@ def apply_rope(
     return lax.convert_element_type(turned, x.dtype if dtype is None else dtype)
 
 
+def compute_pair_norms(x: Float[Array, "*n D"]) -> Float[Array, "*n half"]:
+    """Return float32 norms of channel pairs (i, i + D/2) of queries or keys, which RoPE leaves unchanged."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.sqrt(first**2 + second**2)
+
+
 def join_rotated_channels(
     rotated: Float[Array, "*n r"], others: Float[Array, "*n u"]
 ) -> Float[Array, "*n D"]:

@@ -59,6 +59,7 @@ from jaxkv.policies.methods.simlayerkv import LazyLayerBudgets
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append, Evict, KeepAll, Recompress, Select
 from jaxkv.policies.policy import CustomPolicy, Policy
+from jaxkv.policies.query_statistics import QueryStatistics
 from jaxkv.policies.rank import ByAge, ByAttention, ByNewScores, Rank
 from jaxkv.policies.reads import (
     AttentionReads,
@@ -75,6 +76,8 @@ from jaxkv.policies.scorer import (
     Needs,
     PromptReplay,
     QueryMoments,
+    QueryPairs,
+    QueryPairSettings,
     Scorer,
     ScorerInputs,
 )
@@ -154,6 +157,9 @@ __all__ = [
     "PreferenceLayerBudgets",
     "ProtectedHeads",
     "QueryMoments",
+    "QueryPairs",
+    "QueryPairSettings",
+    "QueryStatistics",
     "Rank",
     "ReadAll",
     "AttentionReads",

@@ -33,7 +33,7 @@ from jaxkv.policies.merger import Merger
 from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress, Select
 from jaxkv.policies.rank import ByNewScores, Rank
 from jaxkv.policies.reads import AttentionReads, LayerReadConfig, ReadAll
-from jaxkv.policies.scorer import Needs, Scorer
+from jaxkv.policies.scorer import Needs, QueryPairSettings, Scorer
 
 
 @frozen_dataclass
@@ -218,7 +218,8 @@ class Parts:
             require(not self.store.transformed, "store", self.store.__name__, remedy)
         if any(config.sliding_windows):
             self.require_fits_sliding_windows(config.sliding_windows)
-        turns = self.rolling or self.needs.moments is not None
+        needs = self.needs
+        turns = self.rolling or needs.moments is not None or needs.pairs is not None
         remedy = (
             "it turns keys or queries, which this model scales behind RoPE: use SnapKV, or FullKV"
         )
@@ -287,7 +288,7 @@ class Parts:
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of all these parts except a gate: what prefill computes in addition to keys and values."""
+        """`Needs` of all these parts except a gate and statistics: what prefill computes in addition to keys and values."""
         needs = self.scorer.needs
         return dataclasses.replace(
             needs,
@@ -295,8 +296,9 @@ class Parts:
             sums=needs.sums or self.layers.needs_attention_sums,
             norms=needs.norms or self.heads.needs_value_norms,
             unrotated=needs.unrotated or self.rolling,
-            # A gate's weights are arrays, and an argument of their own.
+            # A gate's weights are arrays, and an argument of their own; statistics are in a program of their own.
             gate=None,
+            pairs=needs.pairs and QueryPairSettings(),
         )
 
     def compute_entry_bytes(self, dim: int, itemsize: int) -> int:

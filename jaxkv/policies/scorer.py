@@ -24,6 +24,7 @@ from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention import Implementation, LogitShaping
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.gates import Gate
+from jaxkv.policies.query_statistics import QueryStatistics
 from jaxkv.policies.rank import ByNewScores, Rank
 from jaxkv.sharding.mesh import ShardingMesh
 
@@ -56,6 +57,13 @@ class FutureQuerySettings:
         validate_field(self, "skip", validate_int, "give 0 or more first tokens", least=0)
         validate_field(self, "positions", validate_int, "average over at least 1 position")
         validate_field(self, "covariance", validate_bool)
+
+
+@frozen_dataclass
+class QueryPairSettings:
+    """Config of `QueryPairs`: the model's statistics of queries; None takes those of the queries of `Needs.queries`."""
+
+    statistics: QueryStatistics | None = None
 
 
 @frozen_dataclass
@@ -115,6 +123,22 @@ class QueryMoments:
     covariance: Float[Array, "B K G D D"] | None
 
 
+@jax.tree_util.register_dataclass
+@frozen_dataclass
+class QueryPairs:
+    """Pytree of each query head's expected query after the text, and how far queries exceed it in each channel pair.
+
+    Channel pairs (i, i + D/2) are those that RoPE rotates together.
+
+    Attributes:
+        mean: `f32[B, K, G, D]` mean query, with the mean RoPE of positions after the text.
+        excess: `f32[B, K, G, D/2]` mean norm of each pair less the norm of its mean, times RoPE's attention factor.
+    """
+
+    mean: Float[Array, "B K G D"]
+    excess: Float[Array, "B K G half"]
+
+
 @frozen_dataclass
 class BlockAttention:
     """Config of non-causal attention within blocks of a prompt; scorers receive its sum for each key.
@@ -154,6 +178,7 @@ class Needs:
         unrotated: `[B, K, S, D]` keys before RoPE.
         hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm.
         moments: settings of `QueryMoments`, mean and covariance of queries rotated to after the text; None for none.
+        pairs: settings of `QueryPairs`, mean queries and norms of channel pairs (TriAttention); None for none.
         replay: settings of a second pass over the prompt: `f32[B, K, S]`, the largest attention of any of its queries
             to the entry, 0 for the first `sinks` entries; None for none.
         blocks: settings of `f32[B, K, G, S]`, the attention that each key receives from all queries of its block; None
@@ -167,6 +192,7 @@ class Needs:
     unrotated: bool = False
     hidden: bool = False
     moments: FutureQuerySettings | None = None
+    pairs: QueryPairSettings | None = None
     replay: PromptReplay | None = None
     blocks: BlockAttention | None = None
     gate: Gate | None = None
@@ -179,8 +205,9 @@ class Needs:
 
     @property
     def uses_query_heads(self) -> bool:
-        """True if queries, sums, moments, replay or blocks are requested: inputs from a group's query heads."""
-        return bool(self.queries or self.sums or self.moments or self.replay or self.blocks)
+        """True if inputs from a group's query heads are requested, such as queries, sums, moments or pairs."""
+        names = ("queries", "sums", "moments", "pairs", "replay", "blocks")
+        return not set(names).isdisjoint(self.requested_inputs)
 
 
 class ExtraInputs(TypedDict, total=False):
@@ -193,6 +220,7 @@ class ExtraInputs(TypedDict, total=False):
     unrotated: Float[Array, "B K S D"]
     hidden: Float[Array, "B S E"]
     moments: QueryMoments
+    pairs: QueryPairs
     replay: Float[Array, "B K S"]
     blocks: Float[Array, "B K G S"]
     gate: Any

@@ -38,5 +38,6 @@ from oracles.scores import *
 from oracles.select import *
 from oracles.simlayerkv import *
 from oracles.theorems import *
+from oracles.triattention import *
 from oracles.unseen import *
 from oracles.variance import *

@@ -28,6 +28,7 @@ from jaxkv.policies.methods.expectedattention import ExpectedAttention
 from jaxkv.policies.methods.defensivekv import DefensiveKV, LayerDefensiveKV
 from jaxkv.policies.methods.dropkv import DropKV
 from jaxkv.policies.methods.rkv import RKV
+from jaxkv.policies.methods.triattention import TriAttention
 from jaxkv.policies.methods.compactor import Compactor
 from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
@@ -81,4 +82,5 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "TOVA",
+    "TriAttention",
 ]
