@@ -1,7 +1,5 @@
 """Files of `torch.save` with containers and float32 vectors, read without torch; nothing else is made or run."""
 
-import io
-import os
 import pickle
 import zipfile
 from typing import Any
@@ -32,14 +30,14 @@ class _VectorUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the numbers that the pickle names by `("storage", dtype, key, device, count)`."""
-        return np.frombuffer(self.archive.read(f"{self.folder}data/{pid[2]}"), pid[1])
+        return np.frombuffer(self.archive.read(f"{self.folder}/{pid[2]}"), pid[1])
 
 
-def read_torch_file(path: str | os.PathLike[str]) -> Any:
+def read_torch_file(path: str) -> Any:
     """Return the dicts, lists, text, numbers and vectors of a file of `torch.save`; any exception for other files."""
     with zipfile.ZipFile(path) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith("data.pkl"))
-        reader = _VectorUnpickler(io.BytesIO(archive.read(name)))
+        name = archive.namelist()[0]
+        reader = _VectorUnpickler(archive.open(name))
         reader.archive = archive
-        reader.folder = name.removesuffix("data.pkl")
+        reader.folder = name.removesuffix(".pkl")
         return reader.load()

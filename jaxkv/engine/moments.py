@@ -29,9 +29,6 @@ from jaxkv.sharding.collectives import slice_own_shard
 from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
-# Distances past a text's end over which TriAttention averages.
-DISTANCES = 2 ** np.arange(17)
-
 
 class _QueryStatistics(NamedTuple):
     """Float32 query statistics: count `[B]`, mean `[B, K, G, D]`; summed outer products about the mean, or None."""
@@ -137,27 +134,26 @@ def compute_query_pairs(
     `heads` is K of the whole model, `layer` the layer's index. Queries are as in `compute_last_query_moments`. The
     factor that some ropes give to queries by their position is left out: it is the same for all entries.
     """
-    if needs.statistics is None:
-        assert q is not None
-        position = seen[:, None] + jnp.arange(-q.shape[3], 0, dtype=jnp.int32)
-        both = average_queries(q, position, rope)
-    else:
+    if needs.statistics:
         of_layer = jnp.asarray(needs.statistics.host_arrays)[layer]
         by_head = of_layer.reshape(1, heads, -1, of_layer.shape[-1])
         mine = slice_own_shard(slice_own_shard(by_head, "K", 1, axes), "G", 2, axes)
         both = jnp.repeat(mine, len(seen), axis=0)
+    else:
+        assert q is not None
+        position = seen[:, None] + jnp.arange(-q.shape[3], 0, dtype=jnp.int32)
+        both = average_queries(q, position, rope)
     dim = both.shape[-1] * 2 // 3
     frequencies, factors = compute_rope_frequencies(rope, dim)
-    # In float64: the angles of far distances are large.
-    turns = np.exp(1j * DISTANCES[:, None] * frequencies).mean(axis=0, keepdims=True)[None]
-    later = RopeTables(
-        cos=jnp.asarray(turns.real, jnp.float32), sin=jnp.asarray(turns.imag, jnp.float32)
-    )
+    # Distances 1, 2, 4, ..., 65536 past the text's end; in float64, because their angles are large.
+    turns = np.exp(1j * 2 ** np.arange(17)[:, None] * frequencies).mean(axis=0, keepdims=True)[None]
+    cos, sin = jnp.asarray([turns.real, turns.imag], jnp.float32)
     now = compute_rope_tables(seen[:, None], rope, dim)
-    mean = both[..., :dim]
+    mean = both[..., None, :dim]
+    excess = both[..., dim:] - compute_pair_norms(both[..., :dim])
     return QueryPairs(
-        mean=apply_rope(apply_rope(mean[..., None, :], later), now)[..., 0, :],
-        excess=(both[..., dim:] - compute_pair_norms(mean)) * jnp.asarray(factors, jnp.float32),
+        mean=apply_rope(apply_rope(mean, RopeTables(cos=cos, sin=sin)), now)[..., 0, :],
+        excess=excess * jnp.asarray(factors, jnp.float32),
     )
 
 
@@ -170,8 +166,7 @@ def average_queries(
     """
     unrotated = _undo_query_rope(q.astype(jnp.float32), position, rope)
     both = jnp.concatenate([unrotated, compute_pair_norms(unrotated)], axis=-1)
-    needs = FutureQuerySettings(covariance=False)
-    return _compute_query_statistics(both, position >= 0, needs).mean
+    return both.mean(axis=3, where=(position >= 0)[:, None, None, :, None])
 
 
 def _undo_query_rope(

@@ -344,7 +344,7 @@ class PrefillLayerSource(PromptEntrySource):
             extras["queries"] = out.q[..., first:, :]
         if needs.gate is not None:
             extras["gate"] = get_gate_weights(flat, needs.gate, index)
-        if needs.pairs is not None:
+        if needs.pairs:
             extras["pairs"] = compute_query_pairs(
                 extras.get("queries"),
                 self.length,

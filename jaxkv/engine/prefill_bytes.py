@@ -307,7 +307,6 @@ class PrefillBytes:
         window = needs.queries * config.head_dim * self.item
         if needs.moments is not None:
             window += 4 * config.head_dim * (1 + needs.moments.covariance * config.head_dim)
-        window += 6 * config.head_dim * (needs.pairs is not None)
         hidden = self.batch * self.padded_len * config.embed * self.item * needs.hidden
         return self.batch * config.heads * window + self._compute_array_bytes(size) + hidden
 

@@ -516,14 +516,14 @@ def _rescore_entries(
             extras["moments"] = compute_last_query_moments(
                 remembered, segments.seen, rope, needs.moments
             )
-    if needs.pairs is not None:
+    if needs.pairs:
         extras["pairs"] = compute_query_pairs(
             extras.get("queries"),
             segments.seen,
             layer.layer,
             needs=needs.pairs,
             rope=static.spec.rope,
-            heads=heads * (1 if static.axes is None else static.axes.count_axis_shards("K")),
+            heads=heads * static.axes.count_axis_shards("K") if static.axes else heads,
             axes=static.axes,
         )
     sinks = shaping.sink_logits

@@ -33,7 +33,7 @@ from jaxkv.policies.merger import Merger
 from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress, Select
 from jaxkv.policies.rank import ByNewScores, Rank
 from jaxkv.policies.reads import AttentionReads, LayerReadConfig, ReadAll
-from jaxkv.policies.scorer import Needs, QueryPairSettings, Scorer
+from jaxkv.policies.scorer import Needs, Scorer
 
 
 @frozen_dataclass
@@ -218,8 +218,7 @@ class Parts:
             require(not self.store.transformed, "store", self.store.__name__, remedy)
         if any(config.sliding_windows):
             self.require_fits_sliding_windows(config.sliding_windows)
-        needs = self.needs
-        turns = self.rolling or needs.moments is not None or needs.pairs is not None
+        turns = self.rolling or bool(self.needs.moments or self.needs.pairs)
         remedy = (
             "it turns keys or queries, which this model scales behind RoPE: use SnapKV, or FullKV"
         )
@@ -288,7 +287,7 @@ class Parts:
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of all these parts except a gate and statistics: what prefill computes in addition to keys and values."""
+        """`Needs` of all these parts except a gate: what prefill computes in addition to keys and values."""
         needs = self.scorer.needs
         return dataclasses.replace(
             needs,
@@ -296,9 +295,8 @@ class Parts:
             sums=needs.sums or self.layers.needs_attention_sums,
             norms=needs.norms or self.heads.needs_value_norms,
             unrotated=needs.unrotated or self.rolling,
-            # A gate's weights are arrays, and an argument of their own; statistics are in a program of their own.
+            # A gate's weights are arrays, and an argument of their own.
             gate=None,
-            pairs=needs.pairs and QueryPairSettings(),
         )
 
     def compute_entry_bytes(self, dim: int, itemsize: int) -> int:

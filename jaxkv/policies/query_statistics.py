@@ -52,19 +52,19 @@ class QueryStatistics(FileArrays):
             ValueError: for a file that cannot be read or holds something else.
         """
         if isinstance(given, str):
-            shipped = find_data_folder() / "query_statistics" / f"{given}.safetensors"
-            given = os.fspath(shipped) if shipped.is_file() else given
             if given.endswith(".pt"):
                 return cls._read_published_file(name, given)
+            shipped = find_data_folder() / "query_statistics" / f"{given}.safetensors"
+            given = shipped if shipped.is_file() else given
         return super().load_from_file(name, given)
 
     @classmethod
     def create_from_tensors(cls, stored: Mapping[str, StoredTensor]) -> "QueryStatistics":
         """Create `QueryStatistics` from stored tensors by name; ValueError if one is missing or malformed."""
         tensors = NamedTensors("", dict(stored))
-        first = tensors.pop_tensor(_NAMES[0], None, None, None)
-        others = (tensors.pop_tensor(name, *first.shape) for name in _NAMES[1:])
-        return cls.create_from_array(np.concatenate([first, *others], axis=-1))
+        # Stacked first: arrays of different shapes are rejected.
+        parts = np.stack([tensors.pop_tensor(name, None, None, None) for name in _NAMES])
+        return cls.create_from_array(np.concatenate(parts, axis=-1))
 
     @classmethod
     def create_from_array(cls, array: Float[np.ndarray, "L H W"]) -> "QueryStatistics":
@@ -79,7 +79,7 @@ class QueryStatistics(FileArrays):
         """Read a published .pt file; ValueError if it is another one, or damaged."""
         try:
             saved = read_torch_file(os.path.expanduser(path))["stats"]
-            layers = 1 + int(max(saved)[5:].split("_")[0])
+            layers = len({key.split("_")[0] for key in saved})
             heads = len(saved) // layers
             keys = [f"layer{at // heads:02d}_head{at % heads:02d}" for at in range(len(saved))]
             array = np.asarray([np.concatenate([saved[key][of] for of in _NAMES]) for key in keys])

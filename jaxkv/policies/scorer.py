@@ -206,8 +206,8 @@ class Needs:
     @property
     def uses_query_heads(self) -> bool:
         """True if inputs from a group's query heads are requested, such as queries, sums, moments or pairs."""
-        names = ("queries", "sums", "moments", "pairs", "replay", "blocks")
-        return not set(names).isdisjoint(self.requested_inputs)
+        prompt = self.replay or self.blocks
+        return bool(self.queries or self.sums or self.moments or self.pairs or prompt)
 
 
 class ExtraInputs(TypedDict, total=False):

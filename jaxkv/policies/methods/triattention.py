@@ -1,7 +1,5 @@
 """TriAttention: keep entries by a head's mean query and its distance, recompressed while decoding."""
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from jaxkv._checks import (
@@ -79,10 +77,10 @@ class TrigonometricScorer(Scorer):
         scores += exact_einsum(products, seen.pairs.excess, compute_pair_norms(seen.k))
         if self.normalise:
             counted = seen.mask_entries_between(first=self.sinks)[:, :, None]
-            of_head: dict[str, Any] = {"axis": -1, "keepdims": True, "where": counted}
-            off = scores - scores.mean(**of_head)
-            # Sinks are kept at any score; a text of no more tokens has no deviation.
-            scores = jnp.where(counted, off / jnp.maximum(scores.std(**of_head), 1e-6), 0.0)
+            spread = scores.std(axis=-1, keepdims=True, where=counted)
+            scores -= scores.mean(axis=-1, keepdims=True, where=counted)
+            # Sinks are kept at any score; a text of no more tokens has no mean.
+            scores = jnp.where(counted, scores / jnp.maximum(spread, 1e-6), 0.0)
         return scores.max(axis=2)
 
 
