@@ -41,6 +41,7 @@ from jaxkv import (
     SimLayerKV,
     SnapKV,
     StreamingLLM,
+    TriAttention,
 )
 from jaxkv.policies import (
     AdaptiveHeads,
@@ -119,6 +120,7 @@ ROWS = [
     *options(DefensiveKV, {"window": 0}, {"stage": "first"}, {"every": 4, "stage": "mass"}),
     *options(RKV, {"mix_lambda": 1.5}, {"threshold": -0.5}),
     *options(ExpectedAttention, {"future": 0}, {"epsilon": -0.1}),
+    *options(TriAttention, {"remembered": 0}, {"statistics": "no file"}),
     *options(LagKV, {"lag": 0}, {"budget": 3}),
     *options(CurDKV, {"local_window": 0}, {"leverage": "both"}),
     *options(CAPKV, {"tau": -1}),

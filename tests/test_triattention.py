@@ -112,8 +112,9 @@ def expected_kept(model, full, row, n, found, budget, **options):
     return out
 
 
-@pytest.mark.parametrize("normalise", (True, False))
-@pytest.mark.parametrize("rope", KINDS)
+@pytest.mark.parametrize(
+    ("rope", "normalise"), [*((rope, True) for rope in KINDS), ("yarn", False)]
+)
 def test_kept_rows_are_the_oracles(rope, normalise):
     config = dataclasses.replace(GQA, rope=KINDS[rope])
     model, ids = tiny.tiny(config), meshes.prompts(3, LENGTHS)
@@ -168,14 +169,12 @@ def test_rows_kept_again_are_the_oracles():
     assert sure >= 6
 
 
-@pytest.mark.parametrize("heads", ("own", "adaptive"))
-def test_choosing_again_is_choosing_at_once(heads):
-    for policy in (
-        tri(GQA, budget=test_again.ROWS, every=test_again.EVERY),
-        TriAttention(budget=test_again.ROWS, remembered=8, every=test_again.EVERY),
-    ):
-        policy = AdaKV(base=policy) if heads == "adaptive" else policy
-        test_again.check_chooses_again(policy, 8, test_again.once(policy))
+@pytest.mark.parametrize("kind", ("file", "adaptive", "queries"))
+def test_choosing_again_is_choosing_at_once(kind):
+    given = {"budget": test_again.ROWS, "every": test_again.EVERY}
+    policy = TriAttention(remembered=8, **given) if kind == "queries" else tri(GQA, **given)
+    policy = AdaKV(base=policy) if kind == "adaptive" else policy
+    test_again.check_chooses_again(policy, 8, test_again.once(policy))
 
 
 def test_invariants():
@@ -317,7 +316,7 @@ def test_statistics_come_with_jaxkv(name):
 
 def test_published_files_are_read_without_running_them(tmp_path):
     path = GOLDEN / "query_statistics.pt"
-    found = QueryStatistics.load_from_file("statistics", str(path))
+    found = TriAttention(statistics=path).statistics
     layer, head, of, pair = np.meshgrid(*map(np.arange, (2, 3, 3, 4)), indexing="ij")
     wanted = (pair + 10 * head + 100 * layer + 1000 * of).reshape(2, 3, 12)
     np.testing.assert_array_equal(found.host_arrays, wanted)

@@ -41,8 +41,12 @@ def find_full_attention_layers(params: LanguageModel, *, sinks: bool = False) ->
     layers = list_full_attention_layers(params.config.sliding_windows)
     remedy = "use another model"
     require(bool(layers), "params", params.name, f"every layer has a sliding window: {remedy}")
-    fits = sinks or not params.config.sink_logits
-    require(fits, "params", params.name, f"its attention has sink logits: {remedy}")
+    require(
+        sinks or not params.config.sink_logits,
+        "params",
+        params.name,
+        f"its attention has sink logits: {remedy}",
+    )
     return layers
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,8 @@ class QueryStatistics(FileArrays):
             TypeError: for anything else.
             ValueError: for a file that cannot be read or holds something else.
         """
-        if isinstance(given, str):
+        if isinstance(given, (str, Path)):
+            given = str(given)
             if given.endswith(".pt"):
                 return cls._read_published_file(name, given)
             shipped = find_data_folder() / "query_statistics" / f"{given}.safetensors"
@@ -82,8 +84,8 @@ class QueryStatistics(FileArrays):
             layers = len({key.split("_")[0] for key in saved})
             heads = len(saved) // layers
             keys = [f"layer{at // heads:02d}_head{at % heads:02d}" for at in range(len(saved))]
-            array = np.asarray([np.concatenate([saved[key][of] for of in _NAMES]) for key in keys])
-            return cls.create_from_array(array.reshape(layers, heads, -1))
+            rows = [np.concatenate([saved[key][of] for of in _NAMES]) for key in keys]
+            return cls.create_from_array(np.asarray_chkfinite(rows).reshape(layers, heads, -1))
         except Exception as error:  # A damaged file fails in any way.
             remedy = f"no statistics of all heads in it ({error!r}): give {cls.wanted}"
             raise build_value_error(name, path, remedy) from None

@@ -206,8 +206,9 @@ class Needs:
     @property
     def uses_query_heads(self) -> bool:
         """True if inputs from a group's query heads are requested, such as queries, sums, moments or pairs."""
-        prompt = self.replay or self.blocks
-        return bool(self.queries or self.sums or self.moments or self.pairs or prompt)
+        return bool(
+            self.queries or self.sums or self.moments or self.pairs or self.replay or self.blocks
+        )
 
 
 class ExtraInputs(TypedDict, total=False):
