@@ -316,7 +316,7 @@ def test_statistics_come_with_jaxkv(name):
 
 def test_published_files_are_read_without_running_them(tmp_path):
     path = GOLDEN / "query_statistics.pt"
-    found = TriAttention(statistics=path).statistics
+    found = QueryStatistics.load_from_file("statistics", path)
     layer, head, of, pair = np.meshgrid(*map(np.arange, (2, 3, 3, 4)), indexing="ij")
     wanted = (pair + 10 * head + 100 * layer + 1000 * of).reshape(2, 3, 12)
     np.testing.assert_array_equal(found.host_arrays, wanted)
