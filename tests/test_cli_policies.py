@@ -127,7 +127,7 @@ def test_help_names_the_few_policies_without_an_option(capsys):
     )
     assert (
         f'--min-budget TEXT all but {without}: "clamp" raises' in words
-        and "--page N quest: entries per page" in words
+        and "--page N quest, rocketkv: entries per page" in words
     )
 
 
