@@ -16,7 +16,7 @@ class RocketKV(Quest):
 
     A page's attention is estimated for each query head by a softmax over pages, and summed over the heads. In place of
     a page's keys stands their maximum or minimum per channel, by the sign of the summed queries, in the `channels`
-    channels of the largest mean |q|.
+    channels in which queries are largest.
 
     Attributes:
         budget: entries of a layer's cache that a kv head attends to at each token, or a share, as of `Quest`.
