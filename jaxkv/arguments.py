@@ -277,6 +277,9 @@ def _require_rolling_entries_fit(
     else:
         read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
         target = int(copy_to_host(cache.limit).max())
+    if parts.growing_budget is not None:
+        before = 0 if cache is None else int(copy_to_host(cache.seen).max())
+        target = int(parts.growing_budget.count_entries(before + lengths + new).max())
     remedy = f"the model was made for {limit} at a time: shorten the prompt"
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
     every = parts.recompression_interval

@@ -48,7 +48,9 @@ class Words(QuestionTask):
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         rng = np.random.default_rng(self.seed)
         lengths = [20 + at for at in range(self.count)]
-        drawn = [" ".join(f"w{each}" for each in rng.integers(1, 64, length)) for length in lengths]
+        contexts = [
+            " ".join(f"w{each}" for each in rng.integers(1, 64, length)) for length in lengths
+        ]
         return [
             TaskSample(
                 id=f"text-{at}",
@@ -58,7 +60,7 @@ class Words(QuestionTask):
                 answers=("w3",),
                 new_tokens=3,
             )
-            for at, text in enumerate(drawn)
+            for at, text in enumerate(contexts)
         ]
 
     def score(self, sample: TaskSample, prediction: str) -> float:
@@ -112,16 +114,16 @@ class Told(EvaluationTask):
     def outcome(self, policy: Policy, sample: TaskSample, how: How) -> SampleOutcome:
         # Of the fields that policies had first: what tests look at does not change with those that came later.
         said = f"{sample.id}{policy!r}{how.agnostic}".replace(", store='dense'", "")
-        drawn = hashlib.sha256(said.encode()).digest()
-        losses = [each / 256 for each in drawn[: 5 + drawn[0] % 3]]
+        digest = hashlib.sha256(said.encode()).digest()
+        losses = [each / 256 for each in digest[: 5 + digest[0] % 3]]
         figures = {"losses": losses, "some": np.float32(0.5)}
-        text = f"{drawn.hex()[:6]} ö\u2028\r{self.hostile}"
+        text = f"{digest.hex()[:6]} ö\u2028\r{self.hostile}"
         return SampleOutcome(
-            score=float(drawn[1] % 2),
+            score=float(digest[1] % 2),
             prediction=text,
             figures=figures,
             tokens=9,
-            rows=drawn[2] / 2,
+            rows=digest[2] / 2,
             nbytes=8,
         )
 

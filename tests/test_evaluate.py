@@ -28,7 +28,7 @@ FEW = {"few": jaxkv.KNorm(budget=9)}
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    """No picture is drawn: a picture takes longer than everything else here."""
+    """No picture is made: a picture takes longer than everything else here."""
     monkeypatch.setattr(runs, "PLOTS_MISSING", True)
 
 

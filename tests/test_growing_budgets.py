@@ -1,10 +1,12 @@
 """Budgets that are a share of all tokens seen so far: entries by an own count, slots, meshes, saves, plans."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import slot_runs
 import tiny
-from meshes import mesh_of, model_of, positions, prompts
+from meshes import answers, mesh_of, model_of, prompts
 
 import jaxkv
 from jaxkv.engine.slots import Slots
@@ -79,16 +81,12 @@ def test_slots_have_places_for_the_share_of_prompt_and_answer():
 
 
 def test_meshes_and_saved_caches_go_on_alike(tmp_path):
-    of, out, policy = model_of(4), [], POLICIES["adakv"]
-    for model in (of, of.on(mesh_of(2, 2))):
-        session = jaxkv.Session(model, policy)
-        cache = session.prefill(prompts(5, LENGTHS), new=NEW)
-        cache.save(tmp_path / str(len(out)))
-        loaded = jaxkv.load_cache(tmp_path / str(len(out)), model, policy=policy)
-        asked, tokens = session.sample(cache, NEW)
-        assert session.sample(loaded, NEW)[1].tolist() == tokens.tolist()
-        out.append((tokens.tolist(), positions(asked)))
-    assert out[0] == out[1]
+    of, policy = model_of(4), jaxkv.AdaKV(base=dataclasses.replace(SNAPKV, every=3))
+    one, other = (
+        answers(model, policy, prompts(5, LENGTHS), tmp_path / name)
+        for name, model in (("one", of), ("mesh", of.on(mesh_of(2, 2))))
+    )
+    assert one == other
 
 
 def test_a_plan_has_the_entries_of_the_whole_text():
@@ -128,6 +126,18 @@ def test_a_plan_has_the_entries_of_the_whole_text():
 def test_what_does_not_grow_is_rejected(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+def test_rolling_positions_end_with_the_model():
+    """A model of 512 positions, and half of 1,100 tokens."""
+    policy = jaxkv.StreamingLLM(budget=0.5, rolling_positions=True, every=EVERY, grows=True)
+    session = jaxkv.Session(model_of(2), policy)
+    ids = [[*range(60)] * 5]
+    for cache in (None, session.prefill(ids)):
+        options = {"policy": policy} if cache is None else {"cache": cache}
+        asked = ids if cache is None else [[5]]
+        with pytest.raises(ValueError, match="^max_new_tokens=800: 55[0-9] entries would be kept"):
+            jaxkv.generate(model_of(2), asked, max_new_tokens=800, **options)
 
 
 def test_exports_reject_growing_budgets(tmp_path):

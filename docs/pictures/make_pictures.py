@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: SVG, legible on light and dark pages, the same bytes every time.
+"""Make the pictures of docs/concepts.md: SVG, legible on light and dark pages, the same bytes every time.
 
 `python docs/pictures/make_pictures.py` writes them next to this file; `--check` lists those that differ.
 """
@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
             stale.append(file.name)
     if stale:
         print(
-            f"{', '.join(stale)}: not what docs/pictures/make_pictures.py draws; run it",
+            f"{', '.join(stale)}: not what docs/pictures/make_pictures.py makes; run it",
             file=sys.stderr,
         )
     return int(bool(stale))

@@ -52,7 +52,7 @@ class FindFilterLayersCommand(ModelOption):
     def run_command(self) -> None:
         """Find and print a model's filter layers on texts; if requested, save them and plot a map of layers.
 
-        If saving or drawing fails, the layers are already on stdout.
+        If saving or plotting fails, the layers are already on stdout.
         """
         if self.save:
             remedy = (

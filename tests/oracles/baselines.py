@@ -18,7 +18,7 @@ def _merge_share(own, base):
     return min(max(own / base, 0.0), 1.0)
 
 
-def cam_values(q, k, v, window, start_ratio=0.1, draws=None):
+def cam_values(q, k, v, window, start_ratio=0.1, numbers=None):
     """CaM over a whole prompt: every row from the start to the window adds a share of its value to the next `window`.
 
     Args:
@@ -27,7 +27,7 @@ def cam_values(q, k, v, window, start_ratio=0.1, draws=None):
         v: [K, n, D].
         window: rows of the observation window, and rows merged into.
         start_ratio: share of n that is left alone, rounded up.
-        draws: [K, n] numbers in [0, 1): a row is merged iff its sample is below its probability; None multiplies by
+        numbers: [K, n] numbers in [0, 1): a row is merged iff its number is below its probability; None multiplies by
             the probability instead (the expected form).
 
     Returns:
@@ -48,7 +48,7 @@ def cam_values(q, k, v, window, start_ratio=0.1, draws=None):
         head = max(mass[:start], default=0.0)
         for i in range(start, n - window):
             share = _merge_share(mass[i], max(head, max(mass[i : i + window], default=0.0)))
-            factor = share if draws is None else float(draws[g][i] < share)
+            factor = share if numbers is None else float(numbers[g][i] < share)
             source = out[g, i].copy()
             for j in range(i + 1, i + window + 1):
                 out[g, j] += factor * source / window
