@@ -30,7 +30,6 @@ from jaxkv.policies.policy import Policy
 
 BUDGETS = (0.5, 0.25, 0.1, 0.05, 0.02)
 LENGTH = 1024
-BATCH = 40
 # Those that the tiny model can do.
 TASKS = (
     "niah_single_1",
@@ -59,6 +58,7 @@ class Setting:
         model: name of the model.
         task: makes and scores the samples.
         how: whether the question is seen.
+        batch: samples at once; those of a task have equal shapes, and share compiled programs.
         only: policies to run; all if empty.
         decoding: policies compress what they read one by one, too.
     """
@@ -67,6 +67,7 @@ class Setting:
     model: str
     task: EvaluationTask
     how: How = How()
+    batch: int
     only: tuple[str, ...] = ()
     decoding: bool = False
 
@@ -74,8 +75,8 @@ class Setting:
 def settings(count: int, seed: int) -> dict[str, Setting]:
     """All settings by name, with so many samples per task."""
     ruler = Ruler(tasks=TASKS, lengths=(LENGTH,), wording="small", count=count, seed=seed)
-    tiny = {"model": "tiny-retrieval", "task": ruler}
-    smol = {"model": "smollm2-135m-instruct", "only": TEN}
+    tiny = {"model": "tiny-retrieval", "task": ruler, "batch": count}
+    smol = {"model": "smollm2-135m-instruct", "only": TEN, "batch": 8}
     return {
         "unseen": Setting(title="RULER, question unseen", how=How(agnostic=True), **tiny),
         "seen": Setting(title="RULER, question seen", **tiny),
@@ -90,6 +91,7 @@ def settings(count: int, seed: int) -> dict[str, Setting]:
                 seed=seed,
             ),
             decoding=True,
+            batch=4 * count,
         ),
         "needles": Setting(
             title="SmolLM2, needles, question unseen",
@@ -201,9 +203,9 @@ def run(params: jaxkv.LanguageModel, setting: Setting, policy: Policy | str) -> 
     samples = setting.task.samples(params)
     found: list[SampleOutcome] = []
     try:
-        for first in range(0, len(samples), BATCH):
+        for first in range(0, len(samples), setting.batch):
             how = dataclasses.replace(setting.how, seed=first)
-            found += setting.task.run(params, policy, samples[first : first + BATCH], how)
+            found += setting.task.run(params, policy, samples[first : first + setting.batch], how)
     except ValueError as error:
         return {REJECTED: str(error)}
     # As text: a line of the file, not one for each sample.
