@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -258,7 +259,7 @@ class ModelConfig:
         Returns:
             The spec; layers with equal specs share compiled programs.
         """
-        return self.kinds[layer % len(self.kinds)] if self.kinds else LayerSpec(rope=self.rope)
+        return self.kinds[layer % len(self.kinds)] if self.kinds else _get_plain_spec(self.rope)
 
     @property
     def entry_dims(self) -> tuple[int, ...]:
@@ -400,6 +401,12 @@ class ModelConfig:
             ValueError: for a model type, activation, RoPE type or key that is not supported; the message names it.
         """
         return cls(**read_config_fields(extract_text_config(config)))
+
+
+@functools.cache
+def _get_plain_spec(rope: Rope) -> LayerSpec:
+    """Return the `LayerSpec` of all layers of a model whose config lists no `kinds`."""
+    return LayerSpec(rope=rope)
 
 
 def _limit_rope_positions(rope: Rope, positions: int) -> Rope:

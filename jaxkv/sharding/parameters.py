@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv._errors import require
+from jaxkv._errors import build_value_error, require
 from jaxkv.machine.cpu_threads import warn_of_few_threads
 from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import NAMES, build_partition_spec
@@ -83,13 +83,14 @@ def make_abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMe
 
 def compute_kv_rep_sizes(config: ModelConfig, model: int) -> tuple[int, int]:
     """Return mesh sizes (kv, rep) of `model` devices: kv shards kv heads, rep query heads; ValueError if uneven."""
-    fits = [n for n in range(1, config.heads + 1) if _supports_model_devices(config, n)]
-    widths = " and ".join(map(str, config.mlp_widths))
-    sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {widths}"
-    if config.state_layers:
-        sizes += f", key_heads={config.state_layers[0].key_heads} of its state layers"
-    remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
-    require(model in fits, "mesh.model", model, remedy)
+    if not _supports_model_devices(config, model):
+        fits = [n for n in range(1, config.heads + 1) if _supports_model_devices(config, n)]
+        widths = " and ".join(map(str, config.mlp_widths))
+        sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {widths}"
+        if config.state_layers:
+            sizes += f", key_heads={config.state_layers[0].key_heads} of its state layers"
+        remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
+        raise build_value_error("mesh.model", model, remedy)
     kv = math.gcd(config.kv_heads, model)
     return kv, model // kv
 
