@@ -17,10 +17,12 @@ from typing import Annotated, Any, NoReturn, Union
 from jaxkv._checks import FARTHEST, shorten_text
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
+from jaxkv.cli.outputs import write_to_stderr
 from jaxkv.policies import AvgPool, MaxPool, Merge, NoPool, Policy
 from jaxkv.policies.checks import Budget, parse_byte_count
 from jaxkv.policies.layer_budgets import LayerBudgets
 from jaxkv.policies.merger import Merger
+from jaxkv.policies.methods.auto import Auto
 from jaxkv.policies.registry import (
     POLICIES,
     find_policy_class,
@@ -465,6 +467,8 @@ class PolicyArguments:
             policy = cls(base=policy, **mine)
         if fields.get("merge", ...) is None and policy.build_policy_parts().merge is not None:
             raise ValueError(f"--no-merge: {self.name} always merges: leave it out")
+        if isinstance(policy, Auto):
+            write_to_stderr(f"jaxkv: --policy auto is {policy.chosen}: {policy.reason}")
         return policy
 
 

@@ -39,10 +39,12 @@ from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.quest import Quest
 from jaxkv.policies.methods.rocketkv import RocketKV
 from jaxkv.policies.methods.baselines import LocalWindow, KNorm, RandomKV
+from jaxkv.policies.methods.auto import Auto
 # isort: on
 
 __all__ = [
     "AdaKV",
+    "Auto",
     "BrutalOffload",
     "CAKE",
     "CAPKV",

@@ -1,0 +1,49 @@
+"""Auto: it is the policy that it chooses, with the shared fields given, in the library and on the command line."""
+
+import dataclasses
+import itertools
+
+import pytest
+import tiny
+
+import jaxkv
+from jaxkv import Auto, cli
+
+FACTS = [*itertools.product(("seen", "later"), ("short", "long"))]
+GQA = tiny.shape(layers=2, kv_heads=2, group=2, dim=16)
+
+
+@pytest.mark.parametrize("question, answers", FACTS)
+def test_the_parts_are_those_of_the_chosen_policy(question, answers):
+    for fields in ({}, {"budget": 0.25}, {"budget": "64MB", "store": "int4", "protect": ((0, 4),)}):
+        auto = Auto(question=question, answers=answers, **fields)
+        assert auto.composed == auto.chosen.composed and auto.reason
+        for name, value in fields.items():
+            assert getattr(auto.chosen, name) == getattr(auto, name) and value is not None
+    compresses = auto.composed.evicts_while_decoding or auto.composed.recompression_interval
+    assert bool(compresses) == (answers == "long")
+    fewer = dataclasses.replace(auto, budget=32)
+    assert fewer.chosen.budget == 32 and type(fewer.chosen) is type(auto.chosen)
+
+
+def test_facts_are_checked():
+    with pytest.raises(ValueError, match=r"^question='ahead': .*'seen' or 'later'"):
+        Auto(question="ahead")
+    with pytest.raises(ValueError, match=r"^answers='any': .*'short' or 'long'"):
+        Auto(answers="any")
+
+
+def test_a_name_is_enough():
+    model, ids = tiny.tiny(GQA), tiny.prompts(2, (60, 41))
+    named, chosen = (
+        jaxkv.generate(model, ids, policy=policy, max_new_tokens=4, progress=False)
+        for policy in ("auto", Auto().chosen)
+    )
+    assert [each.tokens.tolist() for each in named] == [each.tokens.tolist() for each in chosen]
+
+
+def test_the_command_line_names_the_choice_and_its_reason(capsys):
+    asked = "plan --model smollm2-135m-instruct --gpus l4 --context 4096 --policy auto --budget 512"
+    assert cli.main([*asked.split(), "--question", "later"]) == 0
+    chosen = Auto(budget=512, question="later")
+    assert capsys.readouterr().err == f"jaxkv: --policy auto is {chosen.chosen}: {chosen.reason}\n"
