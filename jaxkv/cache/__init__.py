@@ -6,7 +6,7 @@ from jaxkv.cache.kv_cache import ConversationState, KVCache, repack_through_host
 from jaxkv.cache.latents import DenseLatentStore, Int4LatentStore, Int8LatentStore, LatentStore
 from jaxkv.cache.layout import SegmentLayout
 from jaxkv.cache.pools import EntryPool
-from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore
+from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore, ResidualInt4Store
 from jaxkv.cache.repacking import drop_outside_sliding_windows, repack_cache
 from jaxkv.cache.stores import DenseStore, Store
 
@@ -25,6 +25,7 @@ __all__ = [
     "MixedStore",
     "EntryPool",
     "PolicyState",
+    "ResidualInt4Store",
     "Store",
     "SegmentTables",
     "ConversationState",

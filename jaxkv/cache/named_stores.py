@@ -2,13 +2,14 @@
 
 from jaxkv._errors import require
 from jaxkv.cache.latents import DenseLatentStore, Int4LatentStore, Int8LatentStore, LatentStore
-from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore
+from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore, ResidualInt4Store
 from jaxkv.cache.stores import DenseStore, Store
 
 STORES: dict[str, type[Store]] = {
     "dense": DenseStore,
     "int8": Int8Store,
     "int4": Int4Store,
+    "int4-residual": ResidualInt4Store,
     "mixed": MixedStore,
 }
 # The same encodings of entries whose value is their key.

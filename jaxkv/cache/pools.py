@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import NewEntries
 from jaxkv.cache.page_bounds import PageBounds
+from jaxkv.cache.residual_entries import ResidualEntries
 from jaxkv.cache.stores import Store, write_pool_rows
 
 
@@ -25,12 +26,14 @@ class EntryPool:
         pos: `i32[B, P]` original position of each entry; -1 in free places.
         score: `f32[B, P]` accumulated score of each entry, for policies that score while decoding; 0 in free places.
         bounds: page bounds of the segments' keys, in layers that select pages to read; None in others.
+        residual: the last appended entries before they were encoded, of stores that keep these; None in others.
     """
 
     store: Store
     pos: Int[Array, "B P"]
     score: Float[Array, "B P"] | None = None
     bounds: PageBounds | None = None
+    residual: ResidualEntries | None = None
 
     @property
     def k(self) -> Float[Array, "B P D"]:
@@ -52,7 +55,12 @@ class EntryPool:
         if dtype == self.dtype:
             return self
         bounds = jax.tree.map(lambda leaf: leaf.astype(dtype), self.bounds)
-        return dataclasses.replace(self, store=self.store.cast_to_dtype(dtype), bounds=bounds)
+        return dataclasses.replace(
+            self,
+            store=self.store.cast_to_dtype(dtype),
+            bounds=bounds,
+            residual=self.residual and self.residual.cast_to_dtype(dtype),
+        )
 
     @property
     def row_count(self) -> int:
@@ -64,7 +72,11 @@ class EntryPool:
         row = self._locate_new_rows(new)
         k, v = (each.reshape(len(row), -1, each.shape[-1]) for each in (new.k, new.v))
         pool = self.append_positions_and_scores(new)
-        return dataclasses.replace(pool, store=self.store.overwrite_entries((row, k), (row, v)))
+        return dataclasses.replace(
+            pool,
+            store=self.store.overwrite_entries((row, k), (row, v)),
+            residual=self.residual and self.residual.append_entries(new),
+        )
 
     def append_positions_and_scores(self, new: NewEntries) -> "EntryPool":
         """Return the pool with new entries' positions and initial scores appended; a kernel writes keys and values."""

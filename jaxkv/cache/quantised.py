@@ -1,4 +1,4 @@
-"""Quantised stores: `Int8Store`, `Int4Store`, and `MixedStore` with 8-bit keys and 4-bit values.
+"""Quantised stores: `Int8Store`, `Int4Store`, `ResidualInt4Store`, and `MixedStore`, 8-bit keys and 4-bit values.
 
 An entry is quantised once, when it is written, with its own scales: gathering, packing, eviction and saving move its
 codes. Attention dequantises entries where it reads them.
@@ -284,6 +284,16 @@ class Int4Store(QuantisedStore):
     kernels = ("nibbles", "nibbles")
     columns = _COLUMNS
     transformed = True
+
+
+@_registered
+@frozen_dataclass
+class ResidualInt4Store(QuantisedStore):
+    """Store as `Int4Store`; pools also hold the last 64 appended entries in the model's dtype, for attention."""
+
+    keys = values = Int4Vectors
+    transformed = True
+    residual_length = 64
 
 
 @_registered

@@ -54,7 +54,11 @@ def _copy_pool_with_headroom(
     # Segments of pools with pages have equal sizes, and entries keep their places within them.
     bounds = None if pool.bounds is None else pool.bounds.resize_page_bounds(rows // start.shape[1])
     return EntryPool(
-        store=pool.store.gather_entries(source, real), pos=pos, score=score, bounds=bounds
+        store=pool.store.gather_entries(source, real),
+        pos=pos,
+        score=score,
+        bounds=bounds,
+        residual=pool.residual,
     ), placed
 
 

@@ -34,12 +34,14 @@ class Store(abc.ABC):
         transformed: True if entries are transformed by a Hadamard matrix, with the head's mean subtracted from keys,
             unless a policy compares keys.
         values_are_keys: True if one array holds keys and values, which are equal (latents).
+        residual_length: number of last appended entries that pools also hold before they are encoded.
     """
 
     kernels: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[int] = 1
     transformed: ClassVar[bool] = False
     values_are_keys: ClassVar[bool] = False
+    residual_length: ClassVar[int] = 0
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Reset `kernels` to () in a new `Store` subclass that overrides methods but declares no `kernels`."""

@@ -17,6 +17,7 @@ from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import CacheArrays, SegmentTables
 from jaxkv.cache.host_store import HostStoreLoader
 from jaxkv.cache.pools import EntryPool
+from jaxkv.cache.residual_entries import write_last_tokens
 from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.layers.binding import make_cache_layer
 from jaxkv.engine.layers.blocks import BlockInputs, QueryBuffer, run_blocks
@@ -25,7 +26,7 @@ from jaxkv.engine.layers.step import StepState
 from jaxkv.engine.residual import ResidualStream
 from jaxkv.engine.sparse import SelectedPositions, create_new_tokens, select_positions
 from jaxkv.engine.spec import DecodeSpec
-from jaxkv.engine.tokens import compute_step_angles, write_query_buffer
+from jaxkv.engine.tokens import compute_step_angles
 from jaxkv.models.config import SlidingWindows
 from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
@@ -181,10 +182,9 @@ def run_layer_group(
             .compute_rotated_queries(blocks[-1].normalise_for_attention(x), turned[-1].new)
             .astype(inputs.filter.dtype)
         )
-        query_buffer = (
-            inputs.query_buffers[-1]
-            if inputs.query_buffers[-1] is None
-            else write_query_buffer(inputs.query_buffers[-1], q, new)
+        query_buffer = jax.tree.map(
+            lambda buffer: write_last_tokens(buffer, q, new.positions, new.count),
+            inputs.query_buffers[-1],
         )
         own = (inputs.filter, held.start[-1], choosable[-1])
         choice = select_positions(spec, *own, q, query_buffer, new, blocks[-1].logits_shaping)

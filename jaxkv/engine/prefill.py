@@ -20,6 +20,8 @@ from jaxkv.attention import Implementation, fit_head_dim
 from jaxkv.cache import CacheArrays, KVCache, PolicyState, SegmentTables
 from jaxkv.cache.host_store import HostStore, commit_to_device, offload_layer_entries
 from jaxkv.cache.packing import UnpackedEntries
+from jaxkv.cache.pools import EntryPool
+from jaxkv.cache.residual_entries import ResidualEntries
 from jaxkv.engine import chunked
 from jaxkv.engine.cascade import compress_under_shared_budget
 from jaxkv.engine.compress import CompressionResult, compress_layer_by_layer
@@ -38,6 +40,7 @@ from jaxkv.engine.replay import PaddedPrompts, compute_peak_attention
 from jaxkv.engine.selection import Candidates, compute_entry_limits
 from jaxkv.engine.spec import create_selection_state, get_gate_weights
 from jaxkv.engine.tokens import compute_angles_by_rope
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.rope import RopeTables
 from jaxkv.models.split_decoder import SplitDecoder
 from jaxkv.models.states import DeltaState
@@ -185,7 +188,12 @@ def prefill_layers(prompts: "PrefillLayerSource") -> Walk[KVCache]:
     )
     cache = KVCache(
         arrays=CacheArrays(
-            pools=add_page_bounds(out.pools, out.length, prompts.reading, flat.axes),
+            pools=_add_residuals(
+                add_page_bounds(out.pools, out.length, prompts.reading, flat.axes),
+                out.length,
+                parts.store.residual_length,
+                flat.config,
+            ),
             tables=tables,
             states=tuple(prompts.states),
         ),
@@ -198,6 +206,22 @@ def prefill_layers(prompts: "PrefillLayerSource") -> Walk[KVCache]:
         axes=flat.axes,
     )
     return place_dataclass_on_mesh(cache, flat.axes)
+
+
+def _add_residuals(
+    pools: tuple[EntryPool, ...], length: Int[Array, "L B K"], size: int, config: ModelConfig
+) -> tuple[EntryPool, ...]:
+    """Return pools with an empty residual of `size` entries in layers without a sliding window; unchanged for 0."""
+    if not size:
+        return pools
+    layers = zip(pools, length, config.entry_dims, config.sliding_windows, strict=True)
+    return tuple(
+        dataclasses.replace(
+            pool,
+            residual=None if window else ResidualEntries.make_empty(held, size, dim, pool.dtype),
+        )
+        for pool, held, dim, window in layers
+    )
 
 
 class PrefillLayerSource(PromptEntrySource):

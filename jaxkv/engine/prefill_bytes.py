@@ -228,7 +228,7 @@ class PrefillBytes:
 
     @property
     def _table_bytes(self) -> int:
-        """Bytes of the cache's segment tables, mean keys, policy state with query buffers, and states of layers."""
+        """Bytes of segment tables, mean keys, policy state with query buffers, states of layers, and residuals."""
         ongoing = self.parts.decoding_compression
         layers = self.config.layers
         segments = layers * self.config.kv_heads
@@ -238,8 +238,9 @@ class PrefillBytes:
             numbers += 2 + layers + segments * merging
         elif not self.parts.read.reads_all_entries:
             numbers += 2 + layers + segments
-        states = self.batch * self.config.state_bytes
-        return 4 * self.batch * numbers + self._query_buffer_bytes + states
+        each = 4 * numbers + self.config.state_bytes
+        each += self.parts.compute_residual_bytes(self.config, self.item)
+        return self.batch * each + self._query_buffer_bytes
 
     @property
     def _candidate_buffer_bytes(self) -> int:

@@ -131,7 +131,10 @@ def recompress(
         )
         target = place_host_array(wants, "L B K", flat.axes, jnp.int32)
     result = cache.replace_arrays(
-        pools=compressed.pools,
+        pools=tuple(
+            dataclasses.replace(pool, residual=old.residual and old.residual.drop_sequences(now))
+            for pool, old in zip(compressed.pools, cache.pools, strict=True)
+        ),
         start=compressed.start,
         length=compressed.length,
         limit=jnp.where(renewed, target, cache.limit),

@@ -59,10 +59,11 @@ class SlotShape:
         return round_up_to_bucket(self.prompt + self.question + self.new)
 
     def compute_slot_bytes(self, parts: Parts, config: ModelConfig, itemsize: int) -> int:
-        """Return the bytes of a slot on a device of this config: pools and states, with `itemsize` bytes per number."""
+        """Return the bytes of a slot on a device of this config: pools, residual and states; `itemsize` per number."""
         # A pool that layers share has entries of one size.
         dims = config.entry_dims[: len(self.rows)]
-        return config.state_bytes + sum(
+        beside = config.state_bytes + parts.compute_residual_bytes(config, itemsize)
+        return beside + sum(
             rows * parts.compute_entry_bytes(dim, itemsize)
             for rows, dim in zip(self.rows, dims, strict=True)
         )

@@ -150,23 +150,6 @@ def compute_first_scores(
     )
 
 
-def write_query_buffer(
-    query_buffer: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
-) -> Float[Array, "B K G R D"]:
-    """Return a query buffer with the valid new tokens' queries written in, that of position p at index p % R."""
-    batch = query_buffer.shape[0]
-    rows = query_buffer.shape[3]
-    tokens = q.shape[3]
-    offset = jnp.arange(tokens, dtype=jnp.int32)
-    count = new.count
-    # If there are more queries than places, only the last ones count.
-    real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
-    slot = jnp.where(real, new.positions % rows, rows)
-    index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    by_token = jnp.moveaxis(q, 3, 1).astype(query_buffer.dtype)
-    return query_buffer.at[index, :, :, slot].set(by_token, mode="drop", unique_indices=True)
-
-
 @partial(jax.jit, static_argnames=("padded_len", "rope", "dim"))
 def _compute_position_angles(*, padded_len: int, rope: Rope, dim: int) -> RopeTables:
     """Compiled: return rotary angles (cos, sin) of positions 0 to `padded_len` - 1."""

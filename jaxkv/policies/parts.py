@@ -120,6 +120,11 @@ class Parts:
         remedy = "offloading and chunked prefill need dense entries: leave it out"
         held = self.store is DenseStore or not self.read.needs_whole_prompts
         require(held, "store", self.store.__name__, remedy)
+        remedy = "the last entries stay unencoded only where all are read, none is evicted for a new one, and layers "
+        remedy += "share no pool: use 'int4'"
+        plain = self.read == ReadAll() and not self.cache_layout.uses_shared_pool
+        held = not self.store.residual_length or (plain and not self.evicts_while_decoding)
+        require(held, "store", self.store.__name__, remedy)
 
     @classmethod
     def create_from_fields(cls, *, scorer: Scorer | None, **parts: Any) -> "Parts":
@@ -310,6 +315,22 @@ class Parts:
             Bytes.
         """
         return self.store.compute_entry_bytes(dim, itemsize) + 4 + (4 if self.stores_scores else 0)
+
+    def compute_residual_bytes(self, config: ModelConfig, itemsize: int) -> int:
+        """Return the bytes per sequence of last entries before encoding, in layers without a sliding window.
+
+        Args:
+            config: the model's shape, on a mesh a device's part.
+            itemsize: bytes per element of the model's dtype.
+
+        Returns:
+            Bytes.
+        """
+        return self.store.residual_length * sum(
+            2 * config.kv_heads * dim * itemsize + 4
+            for dim, width in zip(config.entry_dims, config.sliding_windows, strict=True)
+            if not width
+        )
 
     def kernels_read_as_stored(self, dim: int) -> bool:
         """Return True if kernels read entries undecoded: dense, or if they fit `dim`, with `Append` and `ReadAll()`."""

@@ -26,6 +26,7 @@ from jaxkv.attention.steps import NewEntries
 from jaxkv.cache import SegmentTables
 from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.cache.pools import EntryPool
+from jaxkv.cache.residual_entries import write_last_tokens
 from jaxkv.engine.bookkeeping import decay_scores, select_layer_segments
 from jaxkv.engine.compress import compress_layer_by_layer
 from jaxkv.engine.evict import EvictionConfig, evict_entries
@@ -45,7 +46,7 @@ from jaxkv.engine.recompress import (
 from jaxkv.engine.segments import take_number_per_head
 from jaxkv.engine.selection import Candidates, compute_entry_limits
 from jaxkv.engine.sparse import create_new_tokens
-from jaxkv.engine.tokens import NewTokens, TokenProjections, write_query_buffer
+from jaxkv.engine.tokens import NewTokens, TokenProjections
 from jaxkv.models.config import SlidingWindows
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.parts import Parts
@@ -397,10 +398,8 @@ class CompressedKV:
         state = self.tables[layer].state
         if state is None or not state.query_buffers:
             return self
-        return self._replace_layer_fields(
-            layer,
-            state={"query_buffers": (write_query_buffer(state.query_buffers[0], token.q, new),)},
-        )
+        written = write_last_tokens(state.query_buffers[0], token.q, new.positions, new.count)
+        return self._replace_layer_fields(layer, state={"query_buffers": (written,)})
 
     def _recompress_if_due(self, layer: int, every: int) -> "CompressedKV":
         """Return the state, a layer recompressed in sequences with at least `every` entries over a kv head's limit."""

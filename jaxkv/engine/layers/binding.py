@@ -11,6 +11,7 @@ from jaxkv.engine.layers.dense import FullAttentionCacheLayer
 from jaxkv.engine.layers.evicting import ScoredCacheLayer
 from jaxkv.engine.layers.filtered import OffloadedCacheLayer, SparseCacheLayer
 from jaxkv.engine.layers.paged import QuestCacheLayer
+from jaxkv.engine.layers.residual_entries import ResidualCacheLayer
 from jaxkv.engine.layers.sliding_window import SlidingWindowCacheLayer
 from jaxkv.engine.layers.terms import DecodeAttentionConfig
 from jaxkv.engine.sparse import Loaded
@@ -52,6 +53,8 @@ def make_cache_layer(
         return SlidingWindowCacheLayer(**own, window=sliding_window)
     if pool.bounds is not None:
         return QuestCacheLayer(**own)
+    if pool.residual is not None:
+        return ResidualCacheLayer(**own)
     if choosable is None:
         return (
             ScoredCacheLayer(**own)

@@ -12,6 +12,7 @@ from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import UnrotatedProjections
 from jaxkv.cache import CacheArrays
 from jaxkv.cache.pools import EntryPool
+from jaxkv.cache.residual_entries import write_last_tokens
 from jaxkv.engine.hadamard import apply_hadamard
 from jaxkv.engine.layers.dense import FullAttentionCacheLayer
 from jaxkv.engine.layers.step import StepState
@@ -26,7 +27,6 @@ from jaxkv.engine.tokens import (
     compute_first_scores,
     project_new_tokens,
     sum_token_projections,
-    write_query_buffer,
 )
 from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.states import DeltaState
@@ -115,7 +115,7 @@ def run_block(
     x, normed = compute_attention_input(block, stream, spec)
     token = _project_tokens(block, spec, normed, layer, step)
     if query_buffer is not None:
-        query_buffer = write_query_buffer(query_buffer, token.q, new)
+        query_buffer = write_last_tokens(query_buffer, token.q, new.positions, new.count)
     attended = rows.append_tokens_and_attend(token, step)
     if layer.asks is not None:
         # Use the pool after its update: a use of the earlier pool would cost a copy.
