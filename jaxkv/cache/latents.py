@@ -5,7 +5,6 @@ Attention multiplies weights by whole vectors; the model drops the channels of i
 
 import dataclasses
 from collections.abc import Set
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -13,7 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._dataclasses import frozen_dataclass
-from jaxkv.cache.quantised import Int4Vectors, Int8Vectors, QuantisedVectors
+from jaxkv.cache.quantised import (
+    Int4Vectors,
+    Int8Vectors,
+    QuantisedStore,
+    QuantisedVectors,
+    register_quantised_store,
+)
 from jaxkv.cache.stores import DenseStore, Store, write_pool_rows
 
 
@@ -70,71 +75,48 @@ class DenseLatentStore(LatentStore):
         return dataclasses.replace(self, k=self.k.astype(dtype))
 
 
+@jax.tree_util.register_dataclass
 @frozen_dataclass
-class QuantisedLatentStore(LatentStore):
-    """Base class of stores of quantised latents; subclasses set `vectors`, the class of `k`.
+class AbsentVectors(QuantisedVectors):
+    """Values of latents: nothing is stored."""
 
-    Attributes:
-        vectors: class of encoded latents.
-        k: encoded latents.
-        wide: name of the dtype in which `decode_entries` returns latents: the model's, or float32 on a CPU.
-    """
-
-    vectors: ClassVar[type[QuantisedVectors]]
-
-    k: QuantisedVectors
-    wide: str
+    bits = 0
 
     @classmethod
-    def encode_entries(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Quantise latents `[B, P, D]`, and return a store of P rows."""
-        return cls(k=cls.vectors.quantise_vectors(k), wide=str(k.dtype))
+    def quantise_vectors(cls, rows: Float[Array, "B P D"]) -> "AbsentVectors":
+        """Return an instance, without arrays."""
+        return cls()
 
     @classmethod
-    def compute_entry_bytes(cls, dim: int, itemsize: int) -> int:
-        """Return the bytes of one entry: a quantised vector of `dim` elements with scales, for any model dtype."""
-        return cls.vectors.count_vector_bytes(dim)
+    def count_vector_bytes(cls, dim: int) -> int:
+        """Return 0."""
+        return 0
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype of the latents that `decode_entries` returns: the model's, or float32 on a CPU."""
-        return jnp.dtype(self.wide)
-
-    def cast_to_dtype(self, dtype: jnp.dtype) -> "Store":
-        """Return a store of the same codes, which `decode_entries` returns in another dtype."""
-        return dataclasses.replace(self, wide=jnp.dtype(dtype).name)
-
-    def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Return the dequantised latents twice, as keys and as values, in the store's `dtype`."""
-        latents = self.k.dequantise_vectors().astype(self.dtype)
-        return latents, latents
-
-    def overwrite_entries(
-        self,
-        k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
-        v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
-    ) -> "Store":
-        """Return the store with latents at the row indices of `k` quantised and overwritten."""
-        row, latents = k
-        new = self.vectors.quantise_vectors(latents)
-        written = jax.tree.map(lambda leaf, one: write_pool_rows(leaf, row, one), self.k, new)
-        return dataclasses.replace(self, k=written)
+    def dequantise_vectors(self) -> Float[Array, "B P D"]:
+        """Raise NotImplementedError: latents are dequantised from keys."""
+        raise NotImplementedError
 
 
-_registered = partial(jax.tree_util.register_dataclass, data_fields=["k"], meta_fields=["wide"])
+@frozen_dataclass
+class QuantisedLatentStore(LatentStore, QuantisedStore):
+    """Base class of stores of quantised latents, the keys; subclasses set `keys`, the class of `k`."""
+
+    kernels = ()
+    values = AbsentVectors
+    v: QuantisedVectors = AbsentVectors()
 
 
-@_registered
+@register_quantised_store
 @frozen_dataclass
 class Int8LatentStore(QuantisedLatentStore):
     """Store of latents as 8-bit integers with one float16 scale per vector."""
 
-    vectors = Int8Vectors
+    keys = Int8Vectors
 
 
-@_registered
+@register_quantised_store
 @frozen_dataclass
 class Int4LatentStore(QuantisedLatentStore):
     """Store of latents in 4 bits per element, with a float16 scale and minimum per group of up to 32."""
 
-    vectors = Int4Vectors
+    keys = Int4Vectors

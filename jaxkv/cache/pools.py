@@ -51,16 +51,16 @@ class EntryPool:
         return self.store.dtype
 
     def cast_to_dtype(self, dtype: jnp.dtype) -> "EntryPool":
-        """Return the pool with keys, values and page bounds in another dtype; itself if it has that dtype."""
+        """Return the pool with keys, values, bounds and residual in another dtype; itself if it has that dtype."""
         if dtype == self.dtype:
             return self
-        bounds = jax.tree.map(lambda leaf: leaf.astype(dtype), self.bounds)
-        return dataclasses.replace(
-            self,
-            store=self.store.cast_to_dtype(dtype),
-            bounds=bounds,
-            residual=self.residual and self.residual.cast_to_dtype(dtype),
+        # Positions remain integers.
+        bounds, residual = jax.tree.map(
+            lambda leaf: leaf.astype(dtype) if leaf.dtype == self.dtype else leaf,
+            (self.bounds, self.residual),
         )
+        store = self.store.cast_to_dtype(dtype)
+        return dataclasses.replace(self, store=store, bounds=bounds, residual=residual)
 
     @property
     def row_count(self) -> int:

@@ -232,9 +232,8 @@ class QuantisedStore(Store):
 
     def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
         """Return dequantised keys and values `[B, P, D]` in the store's `dtype`."""
-        return self.k.dequantise_vectors().astype(self.dtype), self.v.dequantise_vectors().astype(
-            self.dtype
-        )
+        k = self.k.dequantise_vectors().astype(self.dtype)
+        return k, k if self.values_are_keys else self.v.dequantise_vectors().astype(self.dtype)
 
     def overwrite_entries(
         self,
@@ -259,12 +258,12 @@ class QuantisedStore(Store):
         )
 
 
-_registered = partial(
+register_quantised_store = partial(
     jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"]
 )
 
 
-@_registered
+@register_quantised_store
 @frozen_dataclass
 class Int8Store(QuantisedStore):
     """Store of keys and values as 8-bit integers with one float16 scale per vector."""
@@ -275,7 +274,7 @@ class Int8Store(QuantisedStore):
     columns = 2
 
 
-@_registered
+@register_quantised_store
 @frozen_dataclass
 class Int4Store(QuantisedStore):
     """Store of keys and values in 4 bits per element, with a float16 scale and minimum per group of up to 32."""
@@ -286,17 +285,17 @@ class Int4Store(QuantisedStore):
     transformed = True
 
 
-@_registered
+@register_quantised_store
 @frozen_dataclass
 class ResidualInt4Store(QuantisedStore):
-    """Store as `Int4Store`; pools also hold the last 64 appended entries in the model's dtype, for attention."""
+    """Store as `Int4Store`; pools also hold the last 32 appended entries in the model's dtype, for attention."""
 
     keys = values = Int4Vectors
     transformed = True
-    residual_length = 64
+    residual_length = 32
 
 
-@_registered
+@register_quantised_store
 @frozen_dataclass
 class MixedStore(QuantisedStore):
     """Store of keys as 8-bit integers with one scale per vector, and values in 4 bits as in `Int4Store`."""

@@ -1,7 +1,5 @@
 """Residual of a quantised pool (KIVI, arXiv:2402.02750): its last appended entries also before they were encoded."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -32,10 +30,6 @@ class ResidualEntries:
             entries=jnp.zeros((*length.shape, 2, size, dim), dtype),
             positions=jnp.full((length.shape[0], size), -1, jnp.int32),
         )
-
-    def cast_to_dtype(self, dtype: jnp.dtype) -> "ResidualEntries":
-        """Return the residual with keys and values in another dtype."""
-        return dataclasses.replace(self, entries=self.entries.astype(dtype))
 
     def drop_sequences(self, which: Bool[Array, " B"]) -> "ResidualEntries":
         """Return a copy of the residual without the entries of the sequences in the mask `which`."""

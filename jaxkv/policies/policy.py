@@ -59,7 +59,7 @@ class Policy:
             uses new scores alone.
         merge: merger of evicted entries into their nearest kept entries, such as `Merge()`; None discards them.
         store: how entries are held: "dense" as the model computes them; "int8" in 8 bits with a scale per key and
-            value; "int4" in 4 bits with a scale per 32 elements; "int4-residual" with the last 64 appended entries also
+            value; "int4" in 4 bits with a scale per 32 elements; "int4-residual" with the last 32 appended entries also
             as the model computes them; "mixed" with keys in 8 bits and values in 4; or a subclass of
             `jaxkv.cache.Store`.
         composed: the `Parts` that `build_policy_parts` returned at construction, all that the engine reads.
