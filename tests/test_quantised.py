@@ -15,7 +15,7 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.cache import DenseStore, Int4Store, Int8Store, MixedStore
+from jaxkv.cache import DenseStore, Int4Store, Int8Store, MixedStore, ResidualInt4Store
 from jaxkv.exporting import runtime
 
 KINDS = {"int8": Int8Store, "int4": Int4Store, "mixed": MixedStore}
@@ -167,7 +167,7 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
 def test_meshes_draw_the_same():
     """Prompts, questions on top of them and tokens; the planned bytes are the cache's."""
     policy, model = (
-        meshes.roomy("adakv", store="int4"),
+        meshes.roomy("adakv", store="int4-residual"),
         tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8)),
     )
     alone = meshes.ran(model, policy, asks=True)
@@ -175,13 +175,14 @@ def test_meshes_draw_the_same():
 
 
 def test_saved_caches_engines_and_exports_hold_the_same_rows(tmp_path):
-    model, policy = lettered.tiny(), jaxkv.KNorm(budget=16, store="mixed")
+    model, policy = lettered.tiny(), jaxkv.KNorm(budget=16, store="int4-residual")
     text, options = lettered.DOC, {"max_new_tokens": 9, "stop_at_eos": False}
     cache = jaxkv.prefill(model, text, policy=policy)
     cache.save(tmp_path / "cache")
     again = jaxkv.load_cache(tmp_path / "cache", model)
     chex.assert_trees_all_equal(again.arrays, cache.arrays)
-    assert again.policy == policy and {type(pool.store) for pool in again.pools} == {MixedStore}
+    assert again.policy == policy
+    assert {type(pool.store) for pool in again.pools} == {ResidualInt4Store}
     asked = jaxkv.generate(model, "who?", cache=cache, **options)
     assert jaxkv.generate(model, "who?", cache=again, **options).text == asked.text
     alone = jaxkv.generate(model, text, policy=policy, **options)

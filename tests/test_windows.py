@@ -108,11 +108,13 @@ def test_kernels():
 
 
 def test_stores():
-    """Rows of windows are held as the policy's store holds rows."""
-    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV(store="mixed"))
+    """Rows of windows are held as the policy's store holds rows, but never also as they were before."""
+    session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV(store="int4-residual"))
     dense = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.FullKV())
     cache, full = session.prefill(prompts(), new=4), dense.prefill(prompts(), new=4)
-    assert cache.nbytes < 0.6 * full.nbytes
+    assert cache.kept_nbytes < 0.6 * full.kept_nbytes
+    windows = [width is not None for width in SHAPE.sliding_windows]
+    assert [pool.residual is None for pool in cache.pools] == windows and not all(windows)
     asked = [[5, 6, 7]] * 3
     found, want = session.extend(cache, asked).logits, dense.extend(full, asked).logits
     assert np.abs(np.asarray(found) - np.asarray(want)).max() < 0.1 * np.abs(np.asarray(want)).max()

@@ -449,8 +449,10 @@ def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
             "jaxkv.generate",
         ),
         (
-            parts.store.transformed or parts.store.values_are_keys,
-            f"not supported: {parts.store.__name__} holds transformed entries, or no values. Use int8",
+            parts.store.transformed
+            or parts.store.values_are_keys
+            or parts.store.residual_length > 0,
+            f"not supported: {parts.store.__name__} holds transformed entries, a residual, or no values. Use int8",
         ),
         (
             parts.growing_budget is not None,

@@ -11,9 +11,9 @@ from jaxkv.engine.layers.dense import FullAttentionCacheLayer
 from jaxkv.engine.layers.evicting import ScoredCacheLayer
 from jaxkv.engine.layers.filtered import OffloadedCacheLayer, SparseCacheLayer
 from jaxkv.engine.layers.paged import QuestCacheLayer
-from jaxkv.engine.layers.residual_entries import ResidualCacheLayer
 from jaxkv.engine.layers.sliding_window import SlidingWindowCacheLayer
 from jaxkv.engine.layers.terms import DecodeAttentionConfig
+from jaxkv.engine.layers.unencoded import ResidualCacheLayer
 from jaxkv.engine.sparse import Loaded
 
 
