@@ -47,10 +47,10 @@ _HOMES = {
     "jaxkv.policies.methods": (
         "AdaKV Auto BrutalOffload CAKE CAPKV CaM ChunkKV Compactor "
         "CriticalKV CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip "
-        "FullKV GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff "
-        "LUKV LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters "
-        "Quest RKV RandomKV RoCo RocketKV SimLayerKV SnapKV StreamingLLM "
-        "TOVA TriAttention"
+        "FullKV GlobalBudget H2O HeadKV KNorm KVGrad KVzap KVzip "
+        "KeyDiff LUKV LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV "
+        "QFilters Quest RKV RandomKV RoCo RocketKV SimLayerKV SnapKV "
+        "StreamingLLM TOVA TriAttention"
     ),
     "jaxkv.serving": "Engine",
     "jaxkv.sharding.resharding": "reshard",

@@ -186,7 +186,7 @@ class PrefillBytes:
         return max(scoring, scores + self._compute_array_bytes(1) + max(choosing, merging, pool))
 
     def _compute_second_pass_bytes(self) -> int:
-        """Return the bytes of a second pass (KVzip), without prompt keys and values: scores, activations, logits."""
+        """Return the bytes of a second pass, without prompt keys and values: scores, activations, logits."""
         replay = self.parts.needs.replay
         config = self.config
         assert replay is not None
@@ -202,6 +202,11 @@ class PrefillBytes:
         keys = chunk + max(QUERY_BLOCK // 2, min(replay.sinks, self.padded_len))
         keys += max(width or 0 for width in config.sliding_windows) and before
         logits = 24 * config.group_size * QUERY_BLOCK * keys
+        if replay.gradients:
+            # The inputs of all layers wait. A gradient needs twice a layer's activations, and all logits of a kv head.
+            each += each + config.layers * config.embed * self.item
+            run = chunk + before
+            logits += 20 * config.group_size * run * (self.padded_len + run)
         waiting = config.layers * (self._compute_array_bytes(4) + self._statistic_bytes)
         return waiting + tokens * each + logits
 

@@ -1,13 +1,15 @@
 """Second pass over prompts (KVzip): runs them again, chunk by chunk, on top of their full cache.
 
 The pass yields the maximum attention that each entry receives, from which a scorer computes scores. Its own entries are
-discarded.
+discarded. For gradients (KVgrad) each chunk also runs backwards through the layers, each of which computes its
+activations once more.
 """
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,10 +26,11 @@ from jaxkv.engine.prefill_layer import LayerOut, advance_states
 from jaxkv.engine.progress import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder_blocks import DecoderBlock
-from jaxkv.models.rope import compute_rope_tables
+from jaxkv.models.rope import RopeTables, compute_rope_tables
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
 from jaxkv.policies.scorer import PromptReplay
+from jaxkv.sharding.collectives import average_over_devices
 from jaxkv.sharding.mesh import get_array_sharding, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.text.tokenizer import ChatTokenizer
@@ -140,14 +143,23 @@ def compute_peak_attention(
         jnp.zeros(shape, jnp.float32, device=get_array_sharding("B K S", shape, axes))
         for _ in range(layers)
     ]
-    share = worth / (layers * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
+    order = [*range(layers), *reversed(range(layers))][: layers * (1 + asked.gradients)]
+    share = worth / (len(order) * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
     for first, ids, count in build_second_pass_chunks(tokens, lengths, asked, texts):
         x = embed_tokens(flat.ends, place_host_array(ids, "B N", axes), graphs=flat.graphs)
         held = place_host_array(count, "B", axes)
-        for index, leaves in enumerate(flat.blocks):
+        entered = list[Array]()
+        for step, index in enumerate(order):
+            # The top layer's output is the gradient of half the sum of its squares.
+            gradient = (x,) * (step >= layers)
+            if gradient:
+                x = entered.pop()
+            elif asked.gradients:
+                entered.append(jnp.copy(x))
             x, peaks[index] = _rerun_block(
-                leaves,
+                flat.blocks[index],
                 x,
+                gradient,
                 held,
                 (ran[index].k, ran[index].v),
                 ran[index].states,
@@ -166,6 +178,7 @@ def compute_peak_attention(
 def _rerun_block(
     leaves: Leaves,
     x: Float[Array, "B N E"],
+    gradient: tuple[Float[Array, "B N E"], ...],
     count: Int[Array, " B"],
     rows: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]],
     states: tuple[DeltaState, ...],
@@ -180,7 +193,8 @@ def _rerun_block(
     """Compiled: run a block over N tokens that repeat a chunk; return hidden states and updated `peaks`; donate both.
 
     `rows` are the prompt's keys and values, `states` its states. `count` of the tokens are valid, and the chunk begins
-    at position `first`. `peaks` of a sliding-window layer are unchanged.
+    at position `first`. `peaks` of a sliding-window layer are unchanged. With the `gradient` of the block's output,
+    returns that of its input in place of hidden states; if gradients are asked for, only this updates `peaks`.
     """
     block = graphs.rebuild_block(leaves)
     x, _ = advance_states(block, x, states, count)
@@ -190,6 +204,7 @@ def _rerun_block(
     softcap = graphs.spec.softcap
     batch, heads, padded_len, dim = keys.shape
     tokens, width = x.shape[1:]
+    reached = window or padded_len + tokens
     size = tokens // -(-tokens // MOST)
     backend = get_attention_backend(implementation)
     put = lax.dynamic_update_slice
@@ -203,6 +218,14 @@ def _rerun_block(
         jnp.broadcast_to(length[:, None], (batch, heads)), padded_len
     )
     pool = (batch, heads * padded_len, dim)
+    attend_near = partial(
+        attend_sliding_window,
+        rows=(keys.reshape(pool), values.reshape(pool)),
+        reach=reach,
+        size=min(reached, padded_len),
+        window=reached,
+        shaping=shaping,
+    )
     chunk = min(asked.chunk, padded_len)
     few = min(asked.sinks, padded_len)
     # If the last chunk would end beyond the padded length, its slice begins earlier; the previous chunk is masked.
@@ -214,8 +237,10 @@ def _rerun_block(
         jnp.concatenate([each[:, :, :few], _slice_entries(each, begin, chunk)], axis=2)
         for each in rows
     )
-    scored = asked.weighted and window is None
-    by_row = _compute_projected_norms(block, shown) if scored else None
+    find_peaks = partial(attention.max_attention_per_key, keys=read, inside=inside, softcap=softcap)
+    scored = window is None and bool(gradient) == asked.gradients
+    weighted = scored and (asked.weighted or asked.gradients)
+    by_row: Any = _compute_projected_norms(block, shown) if weighted else None
 
     def attend_to_prompt(part: Array) -> tuple[Array, Array]:
         """Attend with rotated queries to the prompt's entries; return attention output and log-sum-exp."""
@@ -226,25 +251,35 @@ def _rerun_block(
         )
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
+    def attend_to_own(q: Array, k: Array, v: Array, first: Array) -> tuple[Array, Array]:
+        """Attend with the queries from `first` on to the pass' tokens; return attention output and log-sum-exp."""
+        own = lax.map(lambda a: near(a[0], a[1], a[2], first), (q, k, v))
+        return shaping.include_sink_logits(*own)
+
+    def project(x: Array, turn: RopeTables) -> tuple[Array, Array, Array, Array]:
+        """Return tokens' normed hidden states, rotated queries and keys, and values."""
+        normed = block.normalise_for_attention(x)
+        raw, new = block.compute_keys_values(normed)
+        k = block.rotate_keys(raw, turn, x.dtype)
+        return normed, block.compute_rotated_queries(normed, turn), k, new
+
+    def run_tokens(x: Array, residual: Array) -> tuple[Array, tuple[Array, ...]]:
+        """Run the layer on all tokens by operations with gradients; return hidden states; queries, keys and values."""
+        _, q, k, v = project(x, by)
+        out = attend_near(q, (k, v), count)
+        return block.apply_output_and_mlp(residual, out), (q, k, v)
+
     def run_token_block(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         """Run the layer on a token block; return updated hidden states, keys, values and peak attention."""
         x, k, v, most = carry
         at = index * size
         part = lax.dynamic_slice_in_dim(x, at, size, axis=1)
-        normed = block.normalise_for_attention(part)
-        turn = by.slice_positions(at, size)
-        q = block.compute_rotated_queries(normed, turn)
-        raw, new = block.compute_keys_values(normed)
-        k = put(k, block.rotate_keys(raw, turn, x.dtype), (0, 0, at, 0))
-        v = put(v, new, (0, 0, at, 0))
+        normed, q, *new = project(part, by.slice_positions(at, size))
+        k, v = (put(to, each, (0, 0, at, 0)) for to, each in zip((k, v), new, strict=True))
         if window is not None:
-            given = (q, (k, v), count, (keys.reshape(pool), values.reshape(pool)), reach)
-            out = attend_sliding_window(
-                *given, size=min(window, padded_len), window=window, shaping=shaping, first=at
-            )
+            out = attend_near(q, (k, v), count, first=at)
             return put(x, block.apply_output_and_mlp(part, out), (0, at, 0)), k, v, most
-        out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
-        own, own_lse = shaping.include_sink_logits(out, lse)
+        own, own_lse = attend_to_own(q, k, v, at)
         x = put(
             x,
             block.apply_output_and_mlp(
@@ -252,15 +287,28 @@ def _rerun_block(
             ),
             (0, at, 0),
         )
+        if not scored:
+            return x, k, v, most
         weights = None if by_row is None else (1 / _compute_l2_norms(normed), by_row)
-        found = attention.max_attention_per_key(
-            q, own_lse, read, count - at, inside, weights, softcap=softcap
-        )
+        found = find_peaks(q, own_lse, count=count - at, weights=weights)
         return x, k, v, jnp.maximum(most, found)
 
-    buffer = jnp.zeros((batch, heads, tokens, dim), x.dtype)
-    carry = (x, buffer, buffer, jnp.zeros((batch, heads, few + chunk), jnp.float32))
-    x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, run_token_block, carry)
+    most = jnp.zeros((batch, heads, few + chunk), jnp.float32)
+    if gradient:
+        _, pull_back, (q, k, v) = jax.vjp(run_tokens, x, x, has_aux=True)
+        real = jnp.arange(tokens, dtype=jnp.int32) < count[:, None]
+        found = pull_back(jnp.where(real[..., None], gradient[0], 0))
+        # Each device has the part of a gradient, times their number, that passes through its heads.
+        through, after = (average_over_devices(each, "H", block.axes) for each in found)
+        x = through + after
+        if scored:
+            _, own_lse = attend_to_own(q, k, v, jnp.int32(0))
+            weights = (_compute_l2_norms(after), by_row)
+            most = find_peaks(q, own_lse, count=count, weights=weights)
+    else:
+        buffer = jnp.zeros((batch, heads, tokens, dim), x.dtype)
+        carry = (x, buffer, buffer, most)
+        x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, run_token_block, carry)
     new = jnp.maximum(_slice_entries(peaks, begin, chunk), most[..., few:])
     return x, lax.dynamic_update_slice_in_dim(peaks, new, begin, axis=2)
 

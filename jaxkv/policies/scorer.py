@@ -82,6 +82,9 @@ class PromptReplay:
             of the answer in the model's chat template, or a line break without a template.
         weighted: multiply attention by the L2 norm of the value at the layer's output, and divide it by that of the
             query token's normed hidden state (KVzip+).
+        gradients: multiply attention by the L2 norm of the value at the layer's output, and by that of a gradient, also
+            if `weighted` (KVgrad): that of half the top layer's summed squares, by the query token's hidden state
+            after attention.
     """
 
     chunk: int = 2048
@@ -93,12 +96,14 @@ class PromptReplay:
     )
     closing: str | tuple[int, ...] | None = None
     weighted: bool = False
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         validate_field(self, "chunk", validate_int, "give chunks of at least 1 token")
         validate_field(self, "sinks", validate_int, "give 0 or more first tokens", least=0)
         validate_field(self, "tail", validate_int, "repeat 0 or more tokens", least=0)
         validate_field(self, "weighted", validate_bool)
+        validate_field(self, "gradients", validate_bool)
         for name in ("first", "following", "closing"):
             given = getattr(self, name)
             if isinstance(given, str) or (name == "closing" and given is None):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -69,6 +70,8 @@ def attend_sliding_window(
     seen = build_window_mask(first, q.shape[3], size, tokens, window)
     last = jnp.clip((reach.start + reach.length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
+    # A gradient computes a head's weights again, so that those of all heads do not wait for it.
+    @jax.checkpoint
     def attend_one_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Array:
         """Return the attention output `[G, n, D]` of one kv head of one sequence."""
         q, k_new, v_new, at, held, shape = given

@@ -34,7 +34,7 @@ from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
 from jaxkv.policies.methods.kvzap import KVzap
 from jaxkv.policies.methods.fastkvzip import FastKVzip
-from jaxkv.policies.methods.kvzip import KVzip
+from jaxkv.policies.methods.kvzip import KVzip, KVGrad
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.quest import Quest
 from jaxkv.policies.methods.rocketkv import RocketKV
@@ -64,6 +64,7 @@ __all__ = [
     "H2O",
     "HeadKV",
     "KNorm",
+    "KVGrad",
     "KVzap",
     "KVzip",
     "KeyDiff",
