@@ -143,13 +143,15 @@ def compute_peak_attention(
         jnp.zeros(shape, jnp.float32, device=get_array_sharding("B K S", shape, axes))
         for _ in range(layers)
     ]
-    order = [*range(layers), *reversed(range(layers))][: layers * (1 + asked.gradients)]
-    share = worth / (len(order) * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
+    steps = layers * (1 + asked.gradients)
+    share = worth / (steps * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
     for first, ids, count in build_second_pass_chunks(tokens, lengths, asked, texts):
         x = embed_tokens(flat.ends, place_host_array(ids, "B N", axes), graphs=flat.graphs)
         held = place_host_array(count, "B", axes)
         entered = list[Array]()
-        for step, index in enumerate(order):
+        for step in range(steps):
+            # Up, and for gradients down again.
+            index = min(step, 2 * layers - 1 - step)
             # The top layer's output is the gradient of half the sum of its squares.
             gradient = (x,) * (step >= layers)
             if gradient:
@@ -198,17 +200,15 @@ def _rerun_block(
     """
     block = graphs.rebuild_block(leaves)
     x, _ = advance_states(block, x, states, count)
-    keys, values = rows
     window = graphs.spec.sliding_window
     shaping = block.logits_shaping
     softcap = graphs.spec.softcap
-    batch, heads, padded_len, dim = keys.shape
+    batch, heads, padded_len, dim = rows[0].shape
     tokens, width = x.shape[1:]
     reached = window or padded_len + tokens
     size = tokens // -(-tokens // MOST)
     backend = get_attention_backend(implementation)
     put = lax.dynamic_update_slice
-    near = partial(attention.compute_causal_attention, softcap=softcap)
     by = compute_rope_tables(
         length[:, None] + jnp.arange(tokens, dtype=jnp.int32),
         graphs.spec.rope,
@@ -217,10 +217,10 @@ def _rerun_block(
     reach = SegmentRanges.make_strided_ranges(
         jnp.broadcast_to(length[:, None], (batch, heads)), padded_len
     )
-    pool = (batch, heads * padded_len, dim)
+    pool = GatheredEntries(*(each.reshape(batch, heads * padded_len, dim) for each in rows))
     attend_near = partial(
         attend_sliding_window,
-        rows=(keys.reshape(pool), values.reshape(pool)),
+        rows=pool,
         reach=reach,
         size=min(reached, padded_len),
         window=reached,
@@ -237,7 +237,6 @@ def _rerun_block(
         jnp.concatenate([each[:, :, :few], _slice_entries(each, begin, chunk)], axis=2)
         for each in rows
     )
-    find_peaks = partial(attention.max_attention_per_key, keys=read, inside=inside, softcap=softcap)
     scored = window is None and bool(gradient) == asked.gradients
     weighted = scored and (asked.weighted or asked.gradients)
     by_row: Any = _compute_projected_norms(block, shown) if weighted else None
@@ -245,16 +244,15 @@ def _rerun_block(
     def attend_to_prompt(part: Array) -> tuple[Array, Array]:
         """Attend with rotated queries to the prompt's entries; return attention output and log-sum-exp."""
         flat = part.reshape(batch, heads, -1, dim)
-        mine = GatheredEntries(keys.reshape(pool), values.reshape(pool))
         out, lse = backend.attend_to_segments(
-            flat, mine, reach, shaping=shaping.without_sink_logits
+            flat, pool, reach, shaping=shaping.without_sink_logits
         )
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def attend_to_own(q: Array, k: Array, v: Array, first: Array) -> tuple[Array, Array]:
         """Attend with the queries from `first` on to the pass' tokens; return attention output and log-sum-exp."""
-        own = lax.map(lambda a: near(a[0], a[1], a[2], first), (q, k, v))
-        return shaping.include_sink_logits(*own)
+        attend = partial(attention.compute_causal_attention, first=first, softcap=softcap)
+        return shaping.include_sink_logits(*lax.map(lambda a: attend(*a), (q, k, v)))
 
     def project(x: Array, turn: RopeTables) -> tuple[Array, Array, Array, Array]:
         """Return tokens' normed hidden states, rotated queries and keys, and values."""
@@ -290,21 +288,27 @@ def _rerun_block(
         if not scored:
             return x, k, v, most
         weights = None if by_row is None else (1 / _compute_l2_norms(normed), by_row)
-        found = find_peaks(q, own_lse, count=count - at, weights=weights)
+        found = attention.max_attention_per_key(
+            q, own_lse, read, count - at, inside, weights, softcap=softcap
+        )
         return x, k, v, jnp.maximum(most, found)
 
     most = jnp.zeros((batch, heads, few + chunk), jnp.float32)
     if gradient:
         _, pull_back, (q, k, v) = jax.vjp(run_tokens, x, x, has_aux=True)
         real = jnp.arange(tokens, dtype=jnp.int32) < count[:, None]
-        found = pull_back(jnp.where(real[..., None], gradient[0], 0))
         # Each device has the part of a gradient, times their number, that passes through its heads.
-        through, after = (average_over_devices(each, "H", block.axes) for each in found)
+        through, after = (
+            average_over_devices(each, "H", block.axes)
+            for each in pull_back(jnp.where(real[..., None], gradient[0], 0))
+        )
         x = through + after
         if scored:
             _, own_lse = attend_to_own(q, k, v, jnp.int32(0))
             weights = (_compute_l2_norms(after), by_row)
-            most = find_peaks(q, own_lse, count=count, weights=weights)
+            most = attention.max_attention_per_key(
+                q, own_lse, read, count, inside, weights, softcap=softcap
+            )
     else:
         buffer = jnp.zeros((batch, heads, tokens, dim), x.dtype)
         carry = (x, buffer, buffer, most)

@@ -1,5 +1,7 @@
 """KVzip, KVgrad: keep the entries that the model needs to repeat the prompt, measured by a second pass over it."""
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 
 from jaxkv._dataclasses import frozen_dataclass
@@ -66,6 +68,8 @@ class ReplayPolicy(BudgetMethod):
     closing: str | tuple[int, ...] | None = None
     capacity: float = 1.5
 
+    gradients: ClassVar[bool] = False
+
     def _check_fields(self) -> None:
         require(
             self.over in ("model", "layer", "head"),
@@ -74,12 +78,14 @@ class ReplayPolicy(BudgetMethod):
             "no such scope: give 'model', 'layer' or 'head'",
         )
 
-    def compose_with_replay(self, **weights: bool) -> Parts:
-        """Return `Parts`: second-pass scores with `weights`; entries compete by model, layer or kv head (`over`)."""
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: second-pass scores; entries compete by model, layer or kv head (`over`)."""
         heads: HeadBudgets = self.create_part(AdaptiveHeads, alpha=0.0)
         heads = UniformHeads() if self.over == "head" else heads
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
-        scorer = ReplayAttentionScorer(replay=self.create_part(PromptReplay, **weights))
+        scorer = ReplayAttentionScorer(
+            replay=self.create_part(PromptReplay, gradients=self.gradients)
+        )
         return self.compose(
             scorer=scorer, keep=self.always_kept_entries, heads=heads, layers=layers
         )
@@ -106,10 +112,6 @@ class KVzip(ReplayPolicy):
 
     paper = "KVzip, arXiv:2505.23416"
 
-    def build_policy_parts(self) -> Parts:
-        """Return KVzip's `Parts`: scores of a second pass over the prompt."""
-        return self.compose_with_replay()
-
 
 @register
 @frozen_dataclass
@@ -131,7 +133,4 @@ class KVGrad(ReplayPolicy):
     chunk: int = 512
 
     paper = "KVgrad, https://openreview.net/forum?id=cg1wTCJjjk"
-
-    def build_policy_parts(self) -> Parts:
-        """Return KVgrad's `Parts`: scores of a second pass over the prompt, by gradients."""
-        return self.compose_with_replay(gradients=True)
+    gradients = True
