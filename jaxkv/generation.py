@@ -30,7 +30,7 @@ from jaxkv.machine.compilation import log_slow_compilation
 from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import copy_to_host
-from jaxkv.text.prompts import EncodedPrompts, Prompt, encode_prompts
+from jaxkv.text.prompts import EncodedPrompts, Prompt, choose_question_window, encode_prompts
 
 
 @settled
@@ -264,8 +264,10 @@ def generate(
         )
         arguments.require_matching_cache(params, cache, policy)
         policy = cache.policy
-    session = Session(params, policy, implementation=implementation, key=key)
     encoded = encode_prompts(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
+    if isinstance(policy, Policy) and policy.set_question_window(1) is not policy:
+        policy = policy.set_question_window(choose_question_window(prompt, params.text, raw=raw))
+    session = Session(params, policy, implementation=implementation, key=key)
     arguments.require_prompts_fit(
         params.config, session.policy, encoded.prompt_lengths, max_new_tokens, cache
     )

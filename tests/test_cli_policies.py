@@ -162,6 +162,10 @@ def test_help_names_the_few_policies_without_an_option(capsys):
             "--policy kvzip --first what? --following= --closing=.",
             KVzip(first="what?", following="", closing="."),
         ),
+        (
+            "--policy adakv --base snapkv --window question",
+            AdaKV(base=SnapKV(window="question")),
+        ),
     ],
 )
 def test_options_make_the_policy(policy_of, arguments, policy):
@@ -172,6 +176,7 @@ def test_options_make_the_policy(policy_of, arguments, policy):
     ("arguments", "message"),
     [
         ("--policy snapkv --budget many", "--budget=many: not a number"),
+        ("--policy snapkv --window many", "--window=many: "),
         (f"--policy snapkv --budget {'9' * 5000}", "--budget=999"),
         ("--policy snapkv --budget 16", "budget=16: below sinks + window"),
         ("--policy snapkv --window 2.5", "--window=2.5: not a whole number"),

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING
 from functools import lru_cache, partial
-from typing import Annotated, Any, NoReturn, Union
+from typing import Annotated, Any, Literal, NoReturn, Union
 
 from jaxkv._checks import FARTHEST, shorten_text
 from jaxkv._dataclasses import frozen_dataclass
@@ -150,6 +150,8 @@ def _derive_argument_spec(hint: Any) -> ArgumentSpec | None:
             if int in kinds
             else ArgumentSpec("X", parse_finite_float)
         )
+    if Literal["question"] in kinds:
+        return ArgumentSpec("N", lambda text: text if text == "question" else parse_integer(text))
     if int in kinds:
         return ArgumentSpec("N", parse_integer)
     if hint is bool:

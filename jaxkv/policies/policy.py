@@ -106,6 +106,11 @@ class Policy:
             remedy = "it changes how the cache is recompressed: give every=128, for example"
             require(unused, name, getattr(self, name), remedy)
         object.__setattr__(self, "store", normalise_store(self.store))
+        smallest = self.set_question_window(1)
+        if smallest is not self:
+            # Checks the other fields; `resolve_policy` rejects these parts.
+            object.__setattr__(self, "composed", smallest.composed)
+            return
         self._check_fields()
         remedy = "return Parts(...), or self.compose(scorer=...)"
         parts = require_hashable(
@@ -113,6 +118,23 @@ class Policy:
             require_instance("build_policy_parts", self.build_policy_parts(), Parts, remedy),
         )
         object.__setattr__(self, "composed", parts)
+
+    def set_question_window(self, size: int) -> "Policy":
+        """Return the policy with a window of `size` tokens in place of "question", its own or that of its base.
+
+        Args:
+            size: number of a prompt's last tokens.
+
+        Returns:
+            The policy; itself if no window is the question's.
+        """
+        given: dict[str, Any] = {}
+        base = getattr(self, "base", None)
+        if getattr(self, "window", None) == "question":
+            given["window"] = size
+        elif isinstance(base, Policy) and (fitted := base.set_question_window(size)) is not base:
+            given["base"] = fitted
+        return dataclasses.replace(self, **given) if given else self
 
     def _check_fields(self) -> None:
         """Validate and normalise fields at construction, before the parts are built; a hook, empty here."""

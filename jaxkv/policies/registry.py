@@ -68,6 +68,9 @@ def resolve_policy(
     Error messages call the argument `field`.
     """
     if isinstance(given, Policy):
+        remedy = "known to generate() alone, from its prompts: give a number of tokens, such as 64"
+        known = field == "base" or given.set_question_window(1) is given
+        require(known, "window", "question", remedy)
         return given
     given = "full" if given is None else given
     cls = find_policy_class(given, field) if isinstance(given, str) else given

@@ -127,6 +127,33 @@ def encode_prompts(
     )
 
 
+def choose_question_window(prompt: Prompt, text: ChatTokenizer | None, *, raw: bool) -> int:
+    """Return the least power of two, from 8 to 128, that holds each prompt's question: its last paragraph, turn's end.
+
+    Args:
+        prompt: as for `encode_prompts`, which has checked it.
+        text: the model's tokenizer.
+        raw: True if text is plain text, not a message.
+
+    Returns:
+        The number of last tokens.
+
+    Raises:
+        ValueError: for token ids.
+    """
+    most = 8
+    for item in _list_prompts(prompt)[1]:
+        told = getattr(item, "messages", item)
+        last = told[-1]["content"] if isinstance(told[-1], Mapping) else told
+        if text is None or not isinstance(last, str):
+            remedy = "token ids have no question: give a number of tokens, such as 64"
+            raise build_value_error("window", "question", remedy)
+        closing = text.turn_texts.closing if text.has_template and not raw else ""
+        asked = text.shield_special_tokens(last.rpartition(_BLANK_LINE)[2]) + closing
+        most = max(most, len(text.encode(asked, bos=False, shielded=True)))
+    return min(128, 1 << (most - 1).bit_length())
+
+
 def _raise_not_a_prompt(given: Any) -> NoReturn:
     """Raise a TypeError for a value that is not a prompt, with a remedy."""
     remedy = "not a prompt: use text, chat messages, a Chat, token ids, or a list of them"

@@ -1,5 +1,7 @@
 """PyramidKV: many entries in lower layers, few in upper ones."""
 
+from typing import Literal
+
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.layer_budgets import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import ObservationWindowPolicy
@@ -22,7 +24,7 @@ class PyramidKV(ObservationWindowPolicy):
         section 4.2.
     """
 
-    window: int = 8
+    window: int | Literal["question"] = 8
     layers: LayerBudgets = LinearLayers(beta=20.0)
 
     paper = "PyramidKV, arXiv:2406.02069"

@@ -1,6 +1,6 @@
 """SnapKV: keep what the end of the prompt attends to; `ObservationWindowPolicy`, base of methods with such a window."""
 
-from typing import Any
+from typing import Any, Literal
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.policies.attended import (
@@ -22,6 +22,8 @@ class ObservationWindowPolicy(BudgetMethod):
 
     Attributes:
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
+            "question": in `generate`, those of what follows the last blank line of the last message, with the turn's
+            end; rounded up to a power of two, at most 128, equal for all prompts of a call.
         sinks: number of first tokens, always kept.
         pooling: pooling of scores over neighbours.
         group: `GroupReduce`, or its value: reduction of query heads' scores to their kv head's.
@@ -29,7 +31,7 @@ class ObservationWindowPolicy(BudgetMethod):
         layers: layer budgets.
     """
 
-    window: int = 32
+    window: int | Literal["question"] = 32
     sinks: int = 0
     pooling: Pooling = MaxPool(7)
     group: GroupReduce | str = GroupReduce.MEAN

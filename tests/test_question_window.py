@@ -1,0 +1,76 @@
+"""Windows of the question: as long as what follows the last blank line of a prompt, found where it is tokenised."""
+
+import pickle
+
+import eval_models
+import pytest
+
+import jaxkv
+from jaxkv import AdaKV, Policy, PyramidKV, SnapKV
+
+DOCUMENT = "the red box is in the old house . " * 8
+SHORT, LONG = (
+    "where is it ?",
+    "tell me now where the red box is and who has seen it in the old house ?",
+)
+ASKED = SnapKV(budget=140, window="question")
+
+
+@pytest.fixture(scope="module")
+def chatting():
+    return eval_models.speaking(chat=True)
+
+
+def window_of(model, prompt, policy: Policy = ASKED, **options):
+    """The window that a call's cache was compressed with, and the answers' tokens."""
+    out = jaxkv.generate(model, prompt, policy=policy, max_new_tokens=3, progress=False, **options)
+    used = out.cache.policy
+    return getattr(used, "base", used).window, [each.tokens.tolist() for each in out]
+
+
+def least_power(model, question, closing=True):
+    text = question + (model.text.turn_texts.closing if closing else "")
+    count = len(model.text.encode(text, bos=False))
+    return next(size for size in (8, 16, 32, 64, 128) if size >= count)
+
+
+def test_the_window_is_the_last_paragraph_and_the_end_of_its_turn(chatting):
+    """Of a text or of the last message; of the longest question in a batch; with what the number itself gives."""
+    text, chat = f"{DOCUMENT}\n\n{SHORT}", [{"role": "user", "content": f"{DOCUMENT}\n\n{LONG}"}]
+    turns = [
+        {"role": "user", "content": DOCUMENT},
+        {"role": "assistant", "content": "yes ."},
+        {"role": "user", "content": SHORT},
+    ]
+    short, long = (least_power(chatting, each) for each in (SHORT, LONG))
+    assert short < long
+    assert window_of(chatting, text)[0] == window_of(chatting, turns)[0] == short
+    both = window_of(chatting, [text, chat])
+    assert both == window_of(chatting, [text, chat], SnapKV(budget=140, window=long))
+    assert both[0] == long
+    assert window_of(chatting, text, raw=True)[0] == least_power(chatting, SHORT, closing=False)
+
+
+def test_bases_have_windows_too(chatting):
+    policy = AdaKV(base=PyramidKV(budget=140, window="question"))
+    assert window_of(chatting, f"{DOCUMENT}\n\n{LONG}", policy)[0] == least_power(chatting, LONG)
+
+
+def test_a_policy_without_its_window_is_a_value(as_users_call):
+    again = SnapKV(budget=140, window="question")
+    assert again == ASKED == pickle.loads(pickle.dumps(ASKED)) and hash(again) == hash(ASKED)
+    assert ASKED != SnapKV(budget=140) and str(ASKED) == "SnapKV(budget=140, window='question')"
+    with pytest.raises(ValueError, match="window='last'"):
+        SnapKV(window="last")
+    with pytest.raises(ValueError, match="sinks=-1"):
+        SnapKV(sinks=-1, window="question")
+
+
+def test_it_is_rejected_where_no_question_is_known(as_users_call, chatting):
+    where = "window='question': known to generate"
+    for call in (jaxkv.prefill, jaxkv.Session, jaxkv.Engine):
+        given = (DOCUMENT,) if call is jaxkv.prefill else ()
+        with pytest.raises(ValueError, match=where):
+            call(chatting, *given, policy=AdaKV(base=ASKED))
+    with pytest.raises(ValueError, match="window='question': token ids have no question"):
+        jaxkv.generate(chatting, [1, 2, 3], policy=ASKED)
