@@ -49,8 +49,8 @@ _HOMES = {
         "CriticalKV CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip "
         "FullKV GlobalBudget H2O HeadKV KNorm KVGrad KVzap KVzip "
         "KeyDiff LUKV LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV "
-        "QFilters Quest RKV RandomKV RoCo RocketKV SimLayerKV SnapKV "
-        "StreamingLLM TOVA TriAttention"
+        "QFilters Quest RKV RandomKV Refit RoCo RocketKV SimLayerKV "
+        "SnapKV StreamingLLM TOVA TriAttention"
     ),
     "jaxkv.serving": "Engine",
     "jaxkv.sharding.resharding": "reshard",

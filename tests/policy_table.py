@@ -36,6 +36,7 @@ from jaxkv import (
     QFilters,
     Quest,
     RandomKV,
+    Refit,
     RocketKV,
     RoCo,
     SimLayerKV,
@@ -550,6 +551,15 @@ TABLE += (
         uniform=False,
         level=False,
         evicts=True,
+    ),
+    Row(
+        name="refit",
+        make=lambda budget, **kw: Refit(base=_ada(_snap())(budget, **kw), references=20),
+        oracle=t.window(oracle=o.adakv),
+        window=WINDOW,
+        uniform=False,
+        merges=True,
+        like="adakv",
     ),
     Row(
         name="kvzip",

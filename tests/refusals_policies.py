@@ -37,6 +37,7 @@ from jaxkv import (
     PyramidKV,
     QFilters,
     Quest,
+    Refit,
     RocketKV,
     SimLayerKV,
     SnapKV,
@@ -125,6 +126,9 @@ ROWS = [
     *options(CurDKV, {"local_window": 0}, {"leverage": "both"}),
     *options(CAPKV, {"tau": -1}),
     *options(Compactor, {"every": 8}, {"block": 0}),
+    *options(
+        Refit, {"references": 0}, {"ridge": 0}, {"every": 8}, {"base": CaM()}, {"base": H2O()}
+    ),
     *options(KVzip, {"every": 8}, {"following": (1, -2)}),
     *options(KVzip, {"first": 7}, kind=TypeError),
     *options(QFilters, {"every": 4}, {"q_filters": "no file"}),

@@ -51,7 +51,8 @@ def test_policies_that_go_by_the_last_queries_look_at_the_end():
     looking = {name for name, scorer in scorers.items() if scorer and scorer.follows_last_queries}
     first = {name.partition("-")[0] for name in looking}
     methods = (
-        "snapkv pyramidkv adakv tova cam cake criticalkv dropkv rkv chunkkv pyramidinfer rocketkv"
+        "snapkv pyramidkv adakv tova cam cake criticalkv dropkv rkv chunkkv refit pyramidinfer "
+        "rocketkv"
     )
     assert first == {*methods.split()}
     others = {name for name in scorers if name.partition("-")[0] in first} - looking

@@ -1,6 +1,6 @@
 """Packing of a layer's kept entries into its own pool, or into the pool that all layers share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ class UnpackedEntries(NamedTuple):
         positions: `i32[B, K, S]` positions of the entries; None for 0 to S - 1.
         mass: `f32[B, K, S]` attention mass that each entry received, for mergers.
         tau: `f32[B, K, n]` running merging thresholds; None before the first merging.
+        seen: `ScorerInputs` of the layer with reference queries, for mergers that read these.
     """
 
     k: Float[Array, "B K S D"]
@@ -36,6 +37,7 @@ class UnpackedEntries(NamedTuple):
     positions: Int[Array, "B K S"] | None = None
     mass: Float[Array, "B K S"] | None = None
     tau: Float[Array, "B K n"] | None = None
+    seen: Any = None
 
     def cast_to_dtype(self, dtype: jnp.dtype | None) -> "UnpackedEntries":
         """Return the entries with keys and values cast to `dtype`; unchanged if `dtype` is None."""

@@ -294,7 +294,7 @@ def merge_evicted_entries(
     # Exclude arrays that mergers do not use from the compiled program.
     read = rows._replace(score=None, positions=None)
     k, v, tau = _run_merger(read, kept, key, due, merge=merge, axes=axes)
-    return rows._replace(k=k, v=v, tau=tau)
+    return rows._replace(k=k, v=v, tau=tau, seen=None)
 
 
 def add_merging_thresholds(
@@ -332,9 +332,10 @@ def _run_merger(
     tau = rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
-    returned = merge.merge_evicted_entries(
-        k, v, kept, inside, mass, tau, key, **build_axes_argument(merge, axes)
+    given = build_axes_argument(merge, axes) | (
+        {"seen": rows.seen} if merge.reference_count else {}
     )
+    returned = merge.merge_evicted_entries(k, v, kept, inside, mass, tau, key, **given)
     name = f"{type(merge).__name__}.merge"
     result: Merged = require_instance(name, returned, Merged, "return Merged(k, v, tau)")
     for name, new, old in (("k", result.k, k), ("v", result.v, v)):

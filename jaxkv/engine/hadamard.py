@@ -28,7 +28,8 @@ def uses_hadamard(parts: Parts) -> bool:
 
     Keys before RoPE, keys that mergers compare, and bounds of pages are not transformed.
     """
-    plainly = parts.merge is None and parts.read.reads_all_entries and not parts.rolling
+    keys = parts.merge is None or parts.merge.reference_count > 0
+    plainly = keys and parts.read.reads_all_entries and not parts.rolling
     return parts.store.transformed and plainly
 
 

@@ -17,7 +17,7 @@ from jaxkv.engine.observing import observe
 from jaxkv.engine.selection import Candidates, apply_sliding_window, create_prompt_candidates
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.scorer import ScorerInputs
+from jaxkv.policies.scorer import ExtraInputs, ScorerInputs
 from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_host_array
 
 
@@ -143,6 +143,10 @@ class PromptEntrySource(LayerEntrySource):
         )
         self.nans.append(result.nan)
         score = result.mass if parts.stores_scores else None
+        if parts.needs.references:
+            # Layers may wait: what scorers alone read is freed.
+            extras = ExtraInputs(references=seen.references)
+            rows = rows._replace(seen=dataclasses.replace(seen, extras=extras))
         self.held[index] = rows._replace(mass=result.mass, score=score)
         return dataclasses.replace(
             self.unscored,

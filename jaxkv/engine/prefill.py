@@ -361,7 +361,7 @@ class PrefillLayerSource(PromptEntrySource):
         # Other parts of the policy may have requested queries and norms, too.
         flat = self.flat
         needs = self.parts.scorer.needs
-        names = ("sums", *needs.requested_inputs)
+        names = ("sums", "references", *needs.requested_inputs)
         first = out.q.shape[3] - needs.queries
         extras: Any = {name: each for name, each in out.extras.items() if name in names}
         if needs.queries:

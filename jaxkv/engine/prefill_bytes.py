@@ -183,6 +183,9 @@ class PrefillBytes:
         merging = (
             self._uncompressed_layer_bytes + self._compute_array_bytes(8 * self.config.head_dim)
         ) * (parts.merge is not None)
+        # Logits and probabilities of one kv head's reference queries, over all and over kept entries.
+        queries = self.config.group_size * parts.needs.references
+        merging += 16 * self.padded_len * queries
         return max(scoring, scores + self._compute_array_bytes(1) + max(choosing, merging, pool))
 
     def _compute_second_pass_bytes(self) -> int:
@@ -310,7 +313,7 @@ class PrefillBytes:
         config = self.config
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
         size += 4 * config.group_size * (needs.sums + (needs.blocks is not None))
-        window = needs.queries * config.head_dim * self.item
+        window = (needs.queries + needs.references) * config.head_dim * self.item
         if needs.moments is not None:
             window += 4 * config.head_dim * (1 + needs.moments.covariance * config.head_dim)
         hidden = self.batch * self.padded_len * config.embed * self.item * needs.hidden

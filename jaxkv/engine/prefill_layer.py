@@ -23,7 +23,7 @@ from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.rope import RopeTables
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves
 from jaxkv.models.states import DeltaState
-from jaxkv.policies.scorer import ExtraInputs, Needs
+from jaxkv.policies.scorer import ExtraInputs, Needs, compute_reference_positions
 from jaxkv.sharding.collectives import average_over_devices
 
 # On a CPU, blocks of 512 queries keep matrix products large and the logits of one kv head in a core's cache.
@@ -41,8 +41,8 @@ class LayerOut:
         v: values.
         q: rotated queries of the last w = `needs.queries` tokens.
         q_positions: positions of these queries; negative ones are padding.
-        extras: statistics requested by `needs`, under its names: `sums`, `norms`, `unrotated`, `hidden`, `moments`,
-            `blocks`; and `replay` after a second pass over the prompt.
+        extras: statistics requested by `needs`, under its names: `references`, `sums`, `norms`, `unrotated`, `hidden`,
+            `moments`, `blocks`; and `replay` after a second pass over the prompt.
         sink_logits: the block's sink logits, for each sequence; None for blocks without sinks.
         states: states, after the prompt, of the layers below that have one.
     """
@@ -76,13 +76,18 @@ def layer(
     batch, padded_len, _ = x.shape
     x, states = advance_states(block, x, block.make_empty_states(batch), length)
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
-    at = jnp.maximum(q_positions, 0)
-    window = block.compute_rotated_queries(
-        block.normalise_for_attention(jnp.take_along_axis(x, at[..., None], axis=1)),
-        table.gather_positions(at),
-    )
+
+    def compute_queries_at(positions: Int[Array, "B n"]) -> Float[Array, "B K G n D"]:
+        hidden = jnp.take_along_axis(x, positions[..., None], axis=1)
+        normed = block.normalise_for_attention(hidden)
+        return block.compute_rotated_queries(normed, table.gather_positions(positions))
+
+    window = compute_queries_at(jnp.maximum(q_positions, 0))
     size = choose_block_size(padded_len, _BLOCKS)
     extras = ExtraInputs()
+    if needs.references:
+        at = compute_reference_positions(length, needs.references)
+        extras["references"] = compute_queries_at(at)
     if needs.moments is not None:
         extras["moments"] = compute_prompt_query_moments(block, x, length, needs.moments, size=size)
     if needs.blocks is not None:

@@ -93,6 +93,15 @@ class Merger:
         return False
 
     @property
+    def reference_count(self) -> int:
+        """Number r of each prompt's queries, spread evenly over it, that merging reads; 0, the default, for none.
+
+        `merge_evicted_entries` then receives `seen=`: the layer's `ScorerInputs`, with `seen.references`. Only prompts
+        have these.
+        """
+        return 0
+
+    @property
     def compared_tensors(self) -> tuple[str, ...]:
         """Tensors ("k", "v") whose cosines find the entry to merge into; (), the default: none while decoding.
 

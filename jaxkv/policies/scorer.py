@@ -177,6 +177,7 @@ class Needs:
 
     Attributes:
         queries: w, for `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; 0 for none.
+        references: r, for `[B, K, G, r, D]` rotated queries of r tokens spread evenly over each sequence; 0 for none.
         sums: `f32[B, K, G, S]` attention that each key receives from all queries.
         norms: `f32[B, K, S]` L1 norms of values after the output projection, averaged over the group; in addition
             `seen.norm_totals`, `f32[B, K | 1, S]`, their sum over all kv heads that hold the entry's position.
@@ -192,6 +193,7 @@ class Needs:
     """
 
     queries: int = 0
+    references: int = 0
     sums: bool = False
     norms: bool = False
     unrotated: bool = False
@@ -211,15 +213,15 @@ class Needs:
     @property
     def uses_query_heads(self) -> bool:
         """True if inputs from a group's query heads are requested, such as queries, sums, moments or pairs."""
-        return bool(
-            self.queries or self.sums or self.moments or self.pairs or self.replay or self.blocks
-        )
+        observed = (self.queries, self.references, self.sums, self.moments, self.pairs)
+        return any(observed) or bool(self.replay or self.blocks)
 
 
 class ExtraInputs(TypedDict, total=False):
     """TypedDict of a scorer's extra inputs by their names in `Needs`; the shapes determine their sharding."""
 
     queries: Float[Array, "B K G w D"]
+    references: Float[Array, "B K G r D"]
     sums: Float[Array, "B K G S"]
     norms: Float[Array, "B K S"]
     norm_totals: Float[Array, "B #K S"]  # noqa: F821
@@ -425,6 +427,11 @@ class Scorer:
             The scores. A prompt with NaN scores is rejected; in recompression NaN ranks last.
         """
         return observed
+
+
+def compute_reference_positions(length: Int[Array, " B"], count: int) -> Int[Array, "B r"]:
+    """Return the positions of `Needs.references` queries: `count` of them, spread evenly over each sequence."""
+    return jnp.arange(count, dtype=jnp.int32) * length[:, None] // count
 
 
 def check_scorer(label: str, scorer: Any) -> None:

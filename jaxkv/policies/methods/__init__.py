@@ -32,6 +32,7 @@ from jaxkv.policies.methods.triattention import TriAttention
 from jaxkv.policies.methods.compactor import Compactor
 from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.globalbudget import GlobalBudget
+from jaxkv.policies.methods.refit import Refit
 from jaxkv.policies.methods.kvzap import KVzap
 from jaxkv.policies.methods.fastkvzip import FastKVzip
 from jaxkv.policies.methods.kvzip import KVzip, KVGrad
@@ -79,6 +80,7 @@ __all__ = [
     "Quest",
     "RKV",
     "RandomKV",
+    "Refit",
     "RoCo",
     "RocketKV",
     "SimLayerKV",
