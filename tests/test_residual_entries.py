@@ -115,7 +115,7 @@ def test_a_layer_reads_the_last_entries_as_they_were_and_codes_before_them():
 
 
 def test_sequences_of_a_batch_are_as_alone():
-    """Tokens, one by one, and a question of several; recompression forgets the last entries of its sequences alone."""
+    """Tokens, one by one, and a question of several; recompression drops the last entries of its sequences alone."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(2, (61, 40))
     policy = jaxkv.KNorm(budget=24, every=6, store=FewInt4)
     session = jaxkv.Session(model, policy)
@@ -127,11 +127,19 @@ def test_sequences_of_a_batch_are_as_alone():
 
     questions = tiny.prompts(3, (3, 7))
     together, cache = ran(ids, questions)
-    assert together == [
-        *ran(ids[:1], questions[:1])[0],
-        *ran(ids[1:], questions[1:])[0],
-    ]
-    assert all(pool.residual.positions.shape == (2, SIZE) for pool in cache.pools)
+    alone = [ran(ids[at : at + 1], questions[at : at + 1]) for at in range(2)]
+    assert together == [tokens for told, _ in alone for tokens in told]
+    for layer, pool in enumerate(cache.pools):
+        held = [each.pools[layer].residual.positions for _, each in alone]
+        np.testing.assert_array_equal(pool.residual.positions, np.concatenate(held))
+        assert ((pool.residual.positions >= 0).sum(axis=1) > 0).all()
+    # Recompression is due for a sequence with six more entries than the budget.
+    asked = session.extend(session.prefill(ids, new=9), tiny.prompts(4, (7, 3)))
+    again = session.recompress_sequences(asked, headroom=9)
+    for pool, before in zip(again.pools, asked.pools, strict=True):
+        assert sorted(before.residual.positions.tolist()[0]) == [64, 65, 66, 67]
+        assert (pool.residual.positions[0] == -1).all()
+        np.testing.assert_array_equal(pool.residual.positions[1], before.residual.positions[1])
     plain = jaxkv.Session(model, dataclasses.replace(policy, store="int4")).prefill(ids, new=9)
     extra = session.prefill(ids, new=9).nbytes - plain.nbytes
     assert extra == 2 * 2 * SIZE * (2 * 2 * 8 * 4 + 4)
