@@ -98,7 +98,7 @@ class ValueRefit(Merger):
 class Refit(PolicyWrapper):
     """Keep the base policy's entries, with values fitted so that the prompt's attention outputs change least.
 
-    Kept entries stand for evicted ones, whatever their base. `Refit(base=AdaKV(budget=0.05))` lets heads compete first.
+    Kept entries stand for evicted ones. `Refit(base=AdaKV(budget=0.05))` lets heads compete first.
     Values are fitted once, after the prompt.
 
     Attributes:
@@ -119,7 +119,8 @@ class Refit(PolicyWrapper):
 
     def check_base_policy(self, base: Policy, parts: Parts) -> None:
         """Raise ValueError if the base policy merges entries."""
-        require(parts.merge is None, "base", base, "it merges entries: give it merge=None")
+        remedy = "it merges entries itself: give a policy that discards them, such as SnapKV()"
+        require(parts.merge is None, "base", base, remedy)
 
     def replace_base_parts(self, base: Parts) -> Parts:
         """Return the base's `Parts` with the merger `ValueRefit`."""
