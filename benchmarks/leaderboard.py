@@ -131,22 +131,22 @@ def policies(entries: int) -> dict[str, Policy]:
     plain = (
         *(jaxkv.StreamingLLM, jaxkv.H2O, jaxkv.RoCo, jaxkv.TOVA, jaxkv.D2O, jaxkv.PyramidKV),
         *(jaxkv.KeyDiff, jaxkv.QFilters, jaxkv.LagKV, jaxkv.CurDKV, jaxkv.CAPKV, jaxkv.RKV),
-        *(jaxkv.TriAttention, jaxkv.Compactor, jaxkv.KVzip, jaxkv.OmniKV, jaxkv.Quest),
-        *(jaxkv.RocketKV, jaxkv.LocalWindow, jaxkv.KNorm, jaxkv.RandomKV),
+        *(jaxkv.TriAttention, jaxkv.Compactor, jaxkv.KVzip, jaxkv.KVGrad, jaxkv.OmniKV),
+        *(jaxkv.Quest, jaxkv.RocketKV, jaxkv.LocalWindow, jaxkv.KNorm, jaxkv.RandomKV),
         jaxkv.ExpectedAttention,
     )
     with_window = (
         *(jaxkv.SnapKV, jaxkv.CAKE, jaxkv.CaM, jaxkv.PyramidInfer, jaxkv.DefensiveKV),
         *(jaxkv.LayerDefensiveKV, jaxkv.DropKV),
     )
-    over = (jaxkv.AdaKV, jaxkv.CriticalKV, jaxkv.ChunkKV, jaxkv.GlobalBudget)
+    over = (jaxkv.AdaKV, jaxkv.CriticalKV, jaxkv.ChunkKV, jaxkv.GlobalBudget, jaxkv.Refit)
     found: dict[str, Callable[[], Policy]] = {
         **{cls.__name__: lambda cls=cls: cls(**fields) for cls in plain},
         **{cls.__name__: lambda cls=cls: cls(**watched) for cls in with_window},
         **{cls.__name__: lambda cls=cls: cls(base=snap) for cls in over},
         "SimLayerKV": lambda: jaxkv.SimLayerKV(**watched, recent=max(4, entries // 4)),
         "KVzip+": lambda: jaxkv.KVzip(**fields, weighted=True),
-        "AdaKV over KVzip": lambda: jaxkv.AdaKV(base=jaxkv.KVzip(**fields)),
+        "KVzip, each layer": lambda: jaxkv.KVzip(**fields, over="layer"),
         "AdaKV over ExpectedAttention": lambda: jaxkv.AdaKV(base=expected),
         "CriticalKV over KeyDiff": lambda: jaxkv.CriticalKV(base=jaxkv.KeyDiff(**fields)),
     }
