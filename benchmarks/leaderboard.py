@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10, help="samples per task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="one setting, by name")
+    parser.add_argument("--policies", help="some policies, by name, separated by ';'")
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "leaderboard.json")
     options = parser.parse_args()
@@ -272,8 +273,9 @@ def main() -> None:
             continue
         params = jaxkv.load(setting.model)
         cells = every.setdefault(name, {})
+        wanted = options.policies and {FULL, *options.policies.split(";")}
         for title, policy in rows(setting).items():
-            if title in cells:
+            if title in cells or (wanted and title.partition(" @ ")[0] not in wanted):
                 continue
             cells[title] = run(params, setting, policy)
             results["machine"] = record.machine()
