@@ -127,7 +127,7 @@ ROWS = [
     *options(CAPKV, {"tau": -1}),
     *options(Compactor, {"every": 8}, {"block": 0}),
     *options(
-        Refit, {"references": 0}, {"ridge": 0}, {"every": 8}, {"base": CaM()}, {"base": H2O()}
+        Refit, {"references": 0}, {"ridge": 0.1}, {"every": 8}, {"base": CaM()}, {"base": H2O()}
     ),
     *options(KVzip, {"every": 8}, {"following": (1, -2)}),
     *options(KVzip, {"first": 7}, kind=TypeError),

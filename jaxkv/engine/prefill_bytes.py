@@ -183,9 +183,9 @@ class PrefillBytes:
         merging = (
             self._uncompressed_layer_bytes + self._compute_array_bytes(8 * self.config.head_dim)
         ) * (parts.merge is not None)
-        # Logits and probabilities of one kv head's reference queries, over all and over kept entries.
+        # Logits and probabilities of one kv head's reference queries, over all and over kept entries, and equations.
         queries = self.config.group_size * parts.needs.references
-        merging += 16 * self.padded_len * queries
+        merging += queries * (16 * self.padded_len + 12 * queries)
         return max(scoring, scores + self._compute_array_bytes(1) + max(choosing, merging, pool))
 
     def _compute_second_pass_bytes(self) -> int:

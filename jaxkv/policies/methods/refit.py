@@ -37,8 +37,9 @@ class ValueRefit(Merger):
 
     def __post_init__(self) -> None:
         validate_field(self, "references", validate_int, "give at least 1 query")
-        remedy = "give a weight from 1e-3 on: float32 solves no smaller one"
-        validate_field(self, "ridge", validate_float, remedy, low=1e-3, high=1e30)
+        least = self.references / 1000
+        remedy = f"give a weight from {least} on, references / 1000: float32 solves no smaller one"
+        validate_field(self, "ridge", validate_float, remedy, low=least, high=1e30)
 
     @property
     def reference_count(self) -> int:
