@@ -45,6 +45,8 @@ def test_the_window_is_the_last_paragraph_and_the_end_of_its_turn(chatting):
     short, long = (least_power(chatting, each) for each in (SHORT, LONG))
     assert short < long
     assert window_of(chatting, text)[0] == window_of(chatting, turns)[0] == short
+    # Lines that end as in a browser's form, and an end of blank lines.
+    assert window_of(chatting, f"{DOCUMENT}\r\n\r\n{LONG}\n \n")[0] == long
     both = window_of(chatting, [text, chat])
     assert both == window_of(chatting, [text, chat], SnapKV(budget=140, window=long))
     assert both[0] == long

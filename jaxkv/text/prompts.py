@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -149,7 +150,9 @@ def choose_question_window(prompt: Prompt, text: ChatTokenizer | None, *, raw: b
             remedy = "token ids have no question: give a number of tokens, such as 64"
             raise build_value_error("window", "question", remedy)
         closing = text.turn_texts.closing if text.has_template and not raw else ""
-        asked = text.shield_special_tokens(last.rpartition(_BLANK_LINE)[2]) + closing
+        # A blank line may hold spaces or a carriage return, and end the text, too.
+        asked = re.split(r"\n\s*\n", last.strip())[-1]
+        asked = text.shield_special_tokens(asked) + closing
         most = max(most, len(text.encode(asked, bos=False, shielded=True)))
     return min(128, 1 << (most - 1).bit_length())
 
