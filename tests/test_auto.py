@@ -40,6 +40,8 @@ def test_a_name_is_enough():
         for policy in ("auto", Auto().chosen)
     )
     assert [each.tokens.tolist() for each in named] == [each.tokens.tolist() for each in chosen]
+    # Saved, the cache is not another choice's in a later version.
+    assert named.cache.policy == Auto().chosen
 
 
 def test_the_command_line_names_the_choice_and_its_reason(capsys):

@@ -70,6 +70,10 @@ class Auto(Policy):
             given = getattr(self, name)
             require(given in known, name, given, f"unknown: give {' or '.join(map(repr, known))}")
 
+    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
+        """Return the chosen policy, filled in: saved caches name it, and no later version chooses another for them."""
+        return self.chosen.fill_model_fields(layers, found)
+
     def build_policy_parts(self) -> Parts:
         """Return the chosen policy's `Parts`."""
         return self.chosen.composed
