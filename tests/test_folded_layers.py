@@ -94,16 +94,19 @@ def test_slots_give_the_tokens_of_a_sequence_alone(name):
 
 
 @pytest.mark.parametrize(
-    "name, config",
-    [("int8", CONFIG), ("d2o", CONFIG), ("h2o", PAIRS), ("snapkv", MIXTURE)],
+    "name, config, mesh",
+    [
+        ("int8", CONFIG, (2, 4)),
+        ("d2o", CONFIG, (1, 8)),
+        ("h2o", PAIRS, (2, 4)),
+        ("snapkv", MIXTURE, (1, 8)),
+    ],
 )
-def test_meshes_and_saved_caches_go_on_alike(name, config, tmp_path):
+def test_meshes_and_saved_caches_go_on_alike(name, config, mesh, tmp_path):
     """Two devices and four share an entry's query heads: one of its kv heads each, or half of one's queries."""
     model, policy, ids = model_of(config), POLICIES[name], prompts(5, LENGTHS[:2])
     alone = answers(model, policy, ids, tmp_path / "alone")
-    for mesh in ((2, 4), (1, 8)):
-        found = answers(model.on(mesh_of(*mesh)), policy, ids, tmp_path / f"{mesh}")
-        assert found == alone
+    assert answers(model.on(mesh_of(*mesh)), policy, ids, tmp_path / "mesh") == alone
 
 
 def test_a_large_budget_gives_the_tokens_of_the_full_cache():
