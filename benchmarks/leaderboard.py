@@ -122,9 +122,9 @@ TEN = (
 )
 
 
-def policies(entries: int) -> dict[str, Policy]:
-    """All policies that need no file made for the model, at so many entries per kv head."""
-    fields: dict[str, Any] = {"budget": entries}
+def policies(entries: int, **fields: Any) -> dict[str, Policy | str]:
+    """All policies that need no file made for the model, at so many entries per kv head, with these fields."""
+    fields |= {"budget": entries}
     # The usual window is 32; at most half of a budget, a power of two.
     watched = fields | {"window": min(32, 1 << (entries // 2).bit_length() - 1)}
     snap = jaxkv.SnapKV(**watched)
@@ -152,7 +152,7 @@ def policies(entries: int) -> dict[str, Policy]:
         "CriticalKV over KeyDiff": lambda: jaxkv.CriticalKV(base=jaxkv.KeyDiff(**fields)),
     }
     for store, fold in STORES.items():
-        more = {"budget": int(entries * fold), "store": store}
+        more = fields | {"budget": int(entries * fold), "store": store}
         found[f"SnapKV, {store}"] = lambda more=more: jaxkv.SnapKV(**watched | more)
         found[f"KVzip, {store}"] = lambda more=more: jaxkv.KVzip(**more)
     return {name: _made(make) for name, make in found.items()}
@@ -184,17 +184,15 @@ def rows(setting: Setting) -> dict[str, Policy | str]:
 
 def while_decoding(made: Mapping[str, Policy | str], entries: int) -> dict[str, Policy | str]:
     """Policies that compress what comes one by one: those that evict at every token, the others with `every`."""
+    few = f"fewer than {2 * EVERY} entries, with {EVERY} between two compressions"
     # Tokens between two compressions are part of the bytes.
-    less = policies(entries - EVERY) if entries > 2 * EVERY else {}
-    found: dict[str, Policy | str] = {}
-    for name, policy in made.items():
-        if isinstance(policy, str) or policy.composed.evicts_while_decoding:
-            found[name] = policy
-            continue
-        found[name] = f"fewer than {2 * EVERY} entries, with {EVERY} between two compressions"
-        if isinstance(fewer := less.get(name), Policy):
-            found[name] = _made(lambda fewer=fewer: dataclasses.replace(fewer, every=EVERY))
-    return found
+    less = policies(entries - EVERY, every=EVERY) if entries > 2 * EVERY else {}
+    return {
+        name: policy
+        if isinstance(policy, Policy) and policy.composed.evicts_while_decoding
+        else less.get(name, few)
+        for name, policy in made.items()
+    }
 
 
 def run(params: jaxkv.LanguageModel, setting: Setting, policy: Policy | str) -> dict[str, Any]:
@@ -216,11 +214,9 @@ def run(params: jaxkv.LanguageModel, setting: Setting, policy: Policy | str) -> 
     }
 
 
-def interval(cell: Mapping[str, Any], better: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """Mean of a cell's scores and its 95 % interval; of differences from another cell's, sample by sample."""
+def interval(cell: Mapping[str, Any]) -> dict[str, float]:
+    """Mean of a cell's scores and its 95 % interval."""
     scores = np.array(cell["scores"].split(), float)
-    if better is not None:
-        scores = scores - np.array(better["scores"].split(), float)
     low, high = compute_confidence_interval(scores)
     return {"mean": float(scores.mean()), "low": float(low), "high": float(high)}
 

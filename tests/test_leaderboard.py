@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv.evals import How, Ruler
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -71,5 +72,14 @@ def test_a_page_holds_means_intervals_and_bytes(leaderboard, tmp_path):
     assert full["mean"] == 75 and full["bytes"] == full["share"] == 100
     assert snapkv["mean"] == 50 and snapkv["low"] < 50 < snapkv["high"] and snapkv["bytes"] == 10
     assert "too few" in quest["rejected"] and text.count("</script>") == 1
-    better = leaderboard.interval(cells["SnapKV, int4 @ 0.1"], cells[leaderboard.FULL])
-    assert better["mean"] == -0.25
+
+
+def test_long_answers_are_compressed_while_they_come(leaderboard):
+    made = leaderboard.while_decoding(leaderboard.policies(102), 102)
+    kept = {name: each for name, each in made.items() if isinstance(each, Policy)}
+    assert {"AdaKV", "SnapKV, int4", "H2O", "RKV", "TriAttention"} <= kept.keys()
+    assert made.keys() - kept.keys() >= {"KVzip", "Compactor", "OmniKV", "Quest"}
+    for each in kept.values():
+        parts = each.composed
+        assert parts.evicts_while_decoding or parts.recompression_interval == leaderboard.EVERY
+    assert kept["H2O"].budget == 102 and kept["RKV"].budget == 102 - leaderboard.EVERY
