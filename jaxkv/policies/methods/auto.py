@@ -18,7 +18,7 @@ _LATER: _Choice = ("compactor", {}, "it scores entries by the prompt alone, in o
 _LATER_LARGE: _Choice = ("kvzip", {"weighted": True}, "it keeps what repeating the prompt needs")
 _LONG: _Choice = ("rkv", {"every": 128}, "it scores new entries, too, and drops repeated ones")
 # Share of the prompt's entries from which the second pass pays.
-_LARGE = 0.05
+_LARGE = 0.1
 
 
 @register
@@ -28,7 +28,7 @@ class Auto(Policy):
 
     The choice follows the leaderboard's scores of small models. `chosen` is the policy, `reason` says why.
 
-    A later question and a share of 5 % or more choose KVzip+, whose prefill takes three times FullKV's time.
+    A later question and a share of 10 % or more choose KVzip+, whose prefill takes three times FullKV's time.
 
     Attributes:
         question: "seen" if the question ends the prompt, "later" if it follows when the prompt is compressed.
