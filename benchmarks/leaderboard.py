@@ -1,6 +1,6 @@
 """Leaderboard: every policy at five shares of the cache's bytes, by task, with intervals.
 
-    python -m benchmarks.leaderboard                       all cells, about four hours; ended half-way, it goes on
+    python -m benchmarks.leaderboard                       all cells, some hours; ended half-way, it goes on
     python -m benchmarks.leaderboard --only long --count 2 --out few.json
     python -m benchmarks.leaderboard --page                the page alone, from what there is
 
