@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxkv._checks import is_strictly_equal
 from jaxkv._dataclasses import frozen_dataclass
@@ -24,6 +24,15 @@ from jaxkv.policies.reads import AttentionReads
 from jaxkv.policies.registry import resolve_policy
 
 _SHARED = {field.name: field.default for field in dataclasses.fields(Policy) if field.init}
+
+
+def collect_given_fields(policy: Policy) -> dict[str, Any]:
+    """Return a dict of the fields shared by all policies, such as budget and store, that differ from their defaults."""
+    return {
+        name: getattr(policy, name)
+        for name, default in _SHARED.items()
+        if not is_strictly_equal(getattr(policy, name), default)
+    }
 
 
 def reject_conflicting_fields(
@@ -72,13 +81,10 @@ class PolicyWrapper(_DerivedPolicy):
     @functools.cached_property
     def base_policy(self) -> Policy:
         """Base policy as an instance; a name, class or default `usual` is created with this policy's shared fields."""
-        options = {
-            name: getattr(self, name)
-            for name, default in _SHARED.items()
-            if not is_strictly_equal(getattr(self, name), default)
-        }
         return resolve_policy(
-            self.usual if self.base is None else self.base, field="base", options=options
+            self.usual if self.base is None else self.base,
+            field="base",
+            options=collect_given_fields(self),
         )
 
     def _check_fields(self) -> None:

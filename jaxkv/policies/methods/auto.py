@@ -1,15 +1,14 @@
 """Auto: choose a policy by what is known of the requests."""
 
-import dataclasses
 import functools
 from typing import Any
 
-from jaxkv._checks import is_strictly_equal
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register, resolve_policy
+from jaxkv.policies.wrapper import collect_given_fields
 
 # Name, fields of its own, and reason of each choice.
 _Choice = tuple[str, dict[str, Any], str]
@@ -58,12 +57,7 @@ class Auto(Policy):
     def chosen(self) -> Policy:
         """The chosen policy, with the budget and the shared fields given here."""
         name, fields, _ = self._choice
-        given = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(Policy)
-            if field.init and not is_strictly_equal(getattr(self, field.name), field.default)
-        }
-        return resolve_policy(name, options=fields | given)
+        return resolve_policy(name, options=fields | collect_given_fields(self))
 
     def _check_fields(self) -> None:
         for name, known in (("question", ("seen", "later")), ("answers", ("short", "long"))):
