@@ -11,6 +11,7 @@ bytes of entries in 16 bits, so that a quantised store holds more entries. Windo
 
 import argparse
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,9 @@ def main() -> None:
         for title, policy in rows(setting).items():
             if title in cells or (wanted and title.partition(" @ ")[0] not in wanted):
                 continue
+            start = time.perf_counter()
             cells[title] = run(params, setting, policy)
+            cells[title]["seconds"] = round(time.perf_counter() - start, 1)
             results["machine"] = record.machine()
             record.save(options.out, results)
             shown = cells[title].get(REJECTED) or interval(cells[title])
