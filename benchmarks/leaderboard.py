@@ -49,6 +49,7 @@ STORES = {"int8": 1.83, "int4": 3.0}
 EVERY = 16
 FULL = "FullKV"
 REJECTED = "rejected"
+Interval = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,9 @@ def settings(count: int, seed: int) -> dict[str, Setting]:
             **smol,
         ),
         "loss": Setting(
-            title="SmolLM2, loss", task=TextLossTask(prefix=LENGTH, tokens=128, count=8), **smol
+            title="SmolLM2, loss over the full cache's",
+            task=TextLossTask(prefix=LENGTH, tokens=128, count=8),
+            **smol,
         ),
     }
 
@@ -215,11 +218,15 @@ def run(params: jaxkv.LanguageModel, setting: Setting, policy: Policy | str) -> 
     }
 
 
-def interval(cell: Mapping[str, Any]) -> dict[str, float]:
-    """Mean of a cell's scores and its 95 % interval."""
+def interval(task: EvaluationTask, cell: Mapping[str, Any], full: Mapping[str, Any]) -> Interval:
+    """Mean of a cell's scores in % and its 95 % interval; of losses, by how much they exceed the full cache's."""
     scores = np.array(cell["scores"].split(), float)
-    low, high = compute_confidence_interval(scores)
-    return {"mean": float(scores.mean()), "low": float(low), "high": float(high)}
+    percent = task.unit == "%"
+    if not percent:
+        scores -= np.array(full["scores"].split(), float)
+    low, high = compute_confidence_interval(scores, (0, 1) if percent else None)
+    folds = 100 if percent else 1
+    return {"mean": folds * float(scores.mean()), "low": folds * low, "high": folds * high}
 
 
 def write_page(results: Mapping[str, Any], out: Path) -> None:
@@ -230,18 +237,18 @@ def write_page(results: Mapping[str, Any], out: Path) -> None:
         if FULL not in cells:
             continue
         full = cells[FULL]
-        percent = setting.task.unit == "%"
+        digits = 1 if setting.task.unit == "%" else 3
         for title, cell in cells.items():
             policy, _, share = title.partition(" @ ")
             line = {"setting": setting.title, "policy": policy, "share": 100 * float(share or 1)}
             if REJECTED in cell:
                 lines.append(line | {"rejected": cell[REJECTED]})
                 continue
-            found = {key: (100 if percent else 1) * each for key, each in interval(cell).items()}
+            found = interval(setting.task, cell, full)
             # A quantised store's bytes are held against 16 bits.
             wide = 2 if ", int" in policy else 1
             measured = 100 * wide * cell["megabytes"] / full["megabytes"]
-            lines.append(line | found | {"bytes": measured, "digits": 1 if percent else 3})
+            lines.append(line | found | {"bytes": measured, "digits": digits})
     template = Path(__file__).parent / "data" / "leaderboard.html.jinja"
     page = jinja2.Environment(autoescape=True).from_string(template.read_text("utf-8"))
     machine = results.get("machine", {})
@@ -280,7 +287,8 @@ def main() -> None:
             cells[title]["seconds"] = round(time.perf_counter() - start, 1)
             results["machine"] = record.machine()
             record.save(options.out, results)
-            shown = cells[title].get(REJECTED) or interval(cells[title])
+            shown = cells[title].get(REJECTED)
+            shown = shown or interval(setting.task, cells[title], cells[FULL])
             print(f"{name:8s} {title:40s} {shown}", flush=True)
             # A process may have 65,530 mappings; each program takes some.
             jax.clear_caches()

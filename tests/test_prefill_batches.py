@@ -51,7 +51,7 @@ def asked(lengths, *, seed=3):
 
 def work_of(each, **options):
     """A request as an engine's scheduler gets it."""
-    options = dict.fromkeys(("key", "policy", "deadline", "text")) | options
+    options = {"key": None, "policy": POLICY, "deadline": None, "text": None} | options
     if options["key"] is None:
         options["key"] = jaxkv.arguments.validate_random_key(each.seed)
     encoded = encode_prompts(each.prompt, None, model().config, close=True)
@@ -107,7 +107,7 @@ def test_prompts_of_a_bucket_are_read_together(tmp_path, name):
     policy = BY_NAME[name].policy(20)
     given = asked([64, 20, 33, 40, 57, 64, 35, 41])
     driven = Driven(tmp_path, policy)
-    works = [work_of(each) for each in given]
+    works = [work_of(each, policy=policy) for each in given]
     with jaxkv.machine.compilation.StageClock() as clock:
         assert driven.run(works) == [4, 1, 2, 1]
     assert clock.programs == 0
@@ -135,13 +135,13 @@ def test_an_error_of_one_prompt_is_its_own(tmp_path):
     """The others are read alone, and so is whoever comes later with them."""
     policy = jaxkv.CustomPolicy(budget=20, scorer=Picky())
     driven, given = Driven(tmp_path, policy), asked([64, 50, 33, 41])
-    works = [work_of(each) for each in given]
+    works = [work_of(each, policy=policy) for each in given]
     assert driven.run(works) == [4, 1, 1, 1, 1]
     with pytest.raises(ValueError, match="scores='NaN'"):
         works.pop(1).request.result(0)
     del given[1]
     driven.check(works, given, policy)
-    again = [work_of(each) for each in given]
+    again = [work_of(each, policy=policy) for each in given]
     assert driven.run(again)[5:] == [2, 1]
     driven.check(again, given, policy)
 
@@ -217,11 +217,11 @@ def test_who_is_read_apart(tmp_path):
     """Other budgets, documents, questions, continued conversations; answers to one prompt share a row."""
     driven = Driven(tmp_path, question=8)
     given = asked([64, 64, 40, 40])
-    own = [None, *[replace_policy_budget(POLICY, rows) for rows in (12, 12, 15)]]
+    own = [POLICY, *[replace_policy_budget(POLICY, rows) for rows in (12, 12, 15)]]
     works = [work_of(each, policy=policy) for each, policy in zip(given, own, strict=True)]
     assert driven.run(works) == [1, 2, 1]
     for work, each, policy in zip(works, given, own, strict=True):
-        driven.check([work], [each], policy or POLICY)
+        driven.check([work], [each], policy)
     driven.scheduler.prefixes.drop_all_prefixes()
     del driven.batches[:]
 
@@ -232,7 +232,7 @@ def test_who_is_read_apart(tmp_path):
     document = PrefillWork(
         encoded=encode_prompts(given[1].prompt, None, model().config, close=True),
         key=None,
-        policy=None,
+        policy=POLICY,
         deadline=None,
         alone=True,
     )
@@ -251,7 +251,7 @@ def test_who_is_read_apart(tmp_path):
 def test_policies_that_draw_read_each_prompt_with_its_key(tmp_path):
     policy = BY_NAME["random"].policy(20)
     driven, given = Driven(tmp_path, policy), asked([64, 50, 33])
-    works = [work_of(each) for each in given]
+    works = [work_of(each, policy=policy) for each in given]
     assert driven.run(works) == [1, 1, 1]
     driven.check(works, given, policy)
 

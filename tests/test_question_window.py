@@ -68,10 +68,35 @@ def test_a_policy_without_its_window_is_a_value(as_users_call):
         SnapKV(sinks=-1, window="question")
 
 
+@pytest.mark.parametrize("stands", [SnapKV, lambda **given: AdaKV(base=SnapKV(**given))])
+def test_an_engine_observes_the_question_of_each_request(as_users_call, chatting, stands):
+    """Two lengths of questions at the same time; budgets of their own; questions on documents are rejected."""
+    policy = stands(budget=140, window="question")
+    prompts = [f"{DOCUMENT}\n\n{each}" for each in (SHORT, LONG, SHORT)]
+    limits = {"slots": 2, "max_prompt_tokens": 400, "max_new_tokens": 8}
+    with jaxkv.Engine(chatting, policy=policy, max_question_tokens=16, **limits) as engine:
+        assert "window='question'" in repr(engine)
+        budgets = (None, None, 130)
+        requests = [
+            engine.submit(each, max_new_tokens=6, budget=budget)
+            for each, budget in zip(prompts, budgets, strict=True)
+        ]
+        for prompt, request, budget in zip(prompts, requests, budgets, strict=True):
+            own = stands(budget=budget or 140, window="question")
+            alone = jaxkv.generate(chatting, prompt, policy=own, max_new_tokens=6)
+            assert request.result().tokens.tolist() == alone.tokens.tolist()
+            assert request.stats.kept == alone.stats.kept
+        with pytest.raises(ValueError, match="window='question': a document has none"):
+            engine.document(DOCUMENT)
+        with pytest.raises(ValueError, match="window='question': token ids have no question"):
+            engine.submit([1, 2, 3])
+    with pytest.raises(ValueError, match="window='question': the queries that slots store"):
+        jaxkv.Engine(chatting, policy=stands(budget=140, window="question", every=16), **limits)
+
+
 def test_it_is_rejected_where_no_question_is_known(as_users_call, chatting):
-    where = "window='question': known to generate"
-    for call in (jaxkv.prefill, jaxkv.Session, jaxkv.Engine):
-        given = (DOCUMENT,) if call is jaxkv.prefill else ()
+    where = "window='question': only generate"
+    for call, given in ((jaxkv.prefill, (DOCUMENT,)), (jaxkv.Session, ())):
         with pytest.raises(ValueError, match=where):
             call(chatting, *given, policy=AdaKV(base=ASKED))
     with pytest.raises(ValueError, match="window='question': token ids have no question"):

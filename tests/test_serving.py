@@ -35,6 +35,7 @@ from jaxkv.text.prompts import encode_prompts
 
 # It does not go by the end of a document, of which `prefill` would warn.
 POLICY = jaxkv.KNorm(budget=16)
+ALONE = BY_NAME["snapkv"].policy(20)
 LIMITS = {"slots": 3, "max_prompt_tokens": 64, "max_new_tokens": runs.NEW}
 ONE = {"slots": 1, "max_prompt_tokens": 64, "max_question_tokens": 16, "max_new_tokens": 8}
 
@@ -135,15 +136,15 @@ def test_requests_have_budgets_of_their_own():
 def work_of(prompt, new, eos=(), *, offline=False):
     """A request as the scheduler takes it."""
     encoded = encode_prompts(prompt, None, model().config, close=True)
-    given = dict.fromkeys(("key", "policy", "deadline", "text"))
-    given |= {"stops": (), "eos": eos, "offline": offline}
+    given = dict.fromkeys(("key", "deadline", "text"))
+    given |= {"policy": ALONE, "stops": (), "eos": eos, "offline": offline}
     return RequestWork(encoded=encoded, new=new, sampling=Sampling(temperature=0), **given)
 
 
 @pytest.fixture
 def scheduler(tmp_path):
     """A scheduler of one slot, stepped by hand."""
-    slots = runs.made(model(), BY_NAME["snapkv"].policy(20), count=1)
+    slots = runs.made(model(), ALONE, count=1)
     return Scheduler(
         slots,
         DocumentCacheStore(

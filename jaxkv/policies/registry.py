@@ -68,7 +68,7 @@ def resolve_policy(
     Error messages call the argument `field`.
     """
     if isinstance(given, Policy):
-        remedy = "known to generate() alone, from its prompts: give a number of tokens, such as 64"
+        remedy = "only generate() and engines know it: give a number of tokens, such as 64"
         known = field == "base" or given.set_question_window(1) is given
         require(known, "window", "question", remedy)
         return given

@@ -34,7 +34,9 @@ from jaxkv.engine.session import Session
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
+from jaxkv.policies.registry import resolve_policy
 from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_remaining_programs
 from jaxkv.serving.constraints import GrammarCompiler
 from jaxkv.serving.document_store import Document, DocumentCacheStore
@@ -58,7 +60,7 @@ from jaxkv.serving.slot_memory import (
 from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import PrefillWork, RequestWork
 from jaxkv.text.grammar import Grammar
-from jaxkv.text.prompts import Prompt, encode_prompts
+from jaxkv.text.prompts import LONGEST_QUESTION, Prompt, choose_question_window, encode_prompts
 
 # Default maximum tokens of an answer.
 _USUAL_NEW = 128
@@ -84,6 +86,7 @@ class Engine:
 
     Attributes:
         session: model, policy and attention.
+        policy: the policy, with window="question" if that was given: the session's has the largest window.
         limits: maximum tokens of a prompt, question and answer (`prompt`, `question`, `new`), and entries per slot.
         documents: the documents of the engine: `all()`, `of(id)`, `remove(id)`.
         error: error that ended the engine; None while it runs.
@@ -153,9 +156,16 @@ class Engine:
             "an engine runs in one process: use only the devices of this one",
         )
         self._limit = _checks.validate_int("queue", queue, "allow at least 1 waiting request")
+        # Slots are made for the longest question.
+        given = policy if isinstance(policy, Policy) else resolve_policy(policy)
+        largest = given.set_question_window(LONGEST_QUESTION)
         self.session = Session(
-            params, policy, implementation=arguments.validate_implementation(implementation)
+            params, largest, implementation=arguments.validate_implementation(implementation)
         )
+        self.policy = self.session.policy if largest is given else given
+        recompresses = self.session.policy.composed.recompression_interval is not None
+        remedy = "the queries that slots store for every=n have one number: give it, such as 64"
+        require(not (self._asks_for_window and recompresses), "window", "question", remedy)
         self._grammars = GrammarCompiler(params)
         limits = resolve_token_limits(
             params.config,
@@ -320,7 +330,9 @@ class Engine:
             sampling=sampling,
             stops=stops,
             eos=collect_end_ids(sampling, params.end_token_ids if stop_at_eos else ()),
-            policy=apply_request_budget(budget, self.session.policy, document),
+            policy=apply_request_budget(
+                budget, self._choose_policy(prompt, raw, document), document
+            ),
             deadline=compute_deadline(deadline),
             offline=offline,
             owner=owner,
@@ -394,6 +406,8 @@ class Engine:
             "this engine accepts no questions: create it with Engine(..., max_question_tokens=256)"
         )
         require(self.limits.question > 0, "document", "not supported", remedy)
+        remedy = "a document has none: give the engine's policy a number of tokens, such as 64"
+        require(not self._asks_for_window, "window", "question", remedy)
         encoded = encode_prompts(prompt, params.text, params.config, raw=raw, close=False)
         require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "pass one document")
         self._require_prompt_fits(int(encoded.prompt_lengths[0]), None)
@@ -488,7 +502,7 @@ class Engine:
     def __repr__(self) -> str:
         """One-line text: policy, numbers of slots with a request, of all slots and of waiting requests."""
         at = self.stats
-        return f"Engine({self.session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
+        return f"Engine({self.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
 
     def _create_prefix_cache(self, config: PrefixCacheConfig, share: float) -> PrefixCache | None:
         """Return an empty `PrefixCache`; None if the engine cannot reuse prefixes or its policy should not.
@@ -508,6 +522,24 @@ class Engine:
             left = max(0, memory.get_machine_bytes() - taken)
             most = min(MOST_USUAL_BYTES, int(USUAL_SHARE * share * left))
         return PrefixCache(most_bytes=most)
+
+    @property
+    def _asks_for_window(self) -> bool:
+        """True if the policy observes the question of each prompt."""
+        return self.policy is not self.session.policy
+
+    def _choose_policy(self, prompt: Prompt, raw: bool, document: Document | None) -> Policy:
+        """Return the session's policy, or that with the window of the prompt's question."""
+        if document is not None or not self._asks_for_window:
+            return self.session.policy
+        params = self.session.params
+        size = choose_question_window(prompt, params.text, raw=raw)
+        return resolve_policy_for_model(
+            self.policy.set_question_window(size),
+            params.config,
+            params.filter_layers,
+            dtype=params.cache_dtype,
+        )
 
     def _require_prompt_fits(self, tokens: int, document: Document | None) -> None:
         """Raise `PromptTooLong` if a prompt, or a question on a document, has more tokens than the engine accepts."""

@@ -50,10 +50,10 @@ def compute_deadline(given: Any) -> float | None:
     )
 
 
-def apply_request_budget(given: Any, policy: Policy, document: Document | None) -> Policy | None:
-    """Return `policy` with a request's budget `given`, None without one; ValueError if not supported or too high."""
+def apply_request_budget(given: Any, policy: Policy, document: Document | None) -> Policy:
+    """Return `policy` with a request's budget `given`, if not None; ValueError if not supported or too high."""
     if given is None:
-        return None
+        return policy
     require(document is None, "budget", given, "the document is compressed already: leave it out")
     most = policy.build_policy_parts().budget
     require(

@@ -76,7 +76,7 @@ def _make_model_object(service: ServerState, name: str) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "jaxkv",
-        "policy": format_non_default_fields(policy),
+        "policy": format_non_default_fields(engine.policy),
         "budget": None if parts.budget is None else parts.budget.field_value,
         "own_budget": supports_request_budget(policy),
         "full_cache": parts.read.reads_all_entries and not parts.compresses_prompts,

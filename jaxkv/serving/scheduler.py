@@ -274,8 +274,7 @@ class Scheduler:
 
     def _get_prefix_key(self, work: PrefillWork) -> tuple[list[int], PrefixOwner]:
         """Return a prompt's ids, and whose stored prefixes it shares: its client's, under its policy."""
-        policy = self.slots.session.policy if work.policy is None else work.policy
-        return work.encoded.ids[0], PrefixOwner(policy=policy, client=work.owner)
+        return work.encoded.ids[0], PrefixOwner(policy=work.policy, client=work.owner)
 
     def _advance_prefill(self) -> None:
         """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests."""

@@ -34,7 +34,7 @@ class PrefillWork:
     Attributes:
         encoded: the prompt, or the question on `document`; several answers to one prompt share the object.
         key: random key; None for the engine's.
-        policy: the engine's policy with a budget of its own; None for the engine's.
+        policy: the engine's policy, possibly with a budget or window of its own.
         deadline: latest time of completion on the clock `time.monotonic`; None for no limit.
         document: the document of a question; None for a prompt.
         owner: name of the server's client that posts a document, or whose conversations a request shares; empty for
@@ -52,7 +52,7 @@ class PrefillWork:
 
     encoded: EncodedPrompts
     key: PRNGKeyArray | None
-    policy: Policy | None
+    policy: Policy
     deadline: float | None
     document: Document | None = None
     owner: str = ""

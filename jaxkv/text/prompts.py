@@ -20,6 +20,8 @@ from jaxkv.text.tokenizer import ChatTokenizer, Message, make_assistant_message,
 
 Prompt = str | Sequence[Any] | np.ndarray | Any
 
+# Tokens of a question that an observation window holds.
+LONGEST_QUESTION = 128
 # Separates a cached text with an open user turn from the question, which would otherwise continue its last line.
 _BLANK_LINE = "\n\n"
 
@@ -154,7 +156,7 @@ def choose_question_window(prompt: Prompt, text: ChatTokenizer | None, *, raw: b
         asked = re.split(r"\n\s*\n", last.strip())[-1]
         asked = text.shield_special_tokens(asked) + closing
         most = max(most, len(text.encode(asked, bos=False, shielded=True)))
-    return min(128, 1 << (most - 1).bit_length())
+    return min(LONGEST_QUESTION, 1 << (most - 1).bit_length())
 
 
 def _raise_not_a_prompt(given: Any) -> NoReturn:

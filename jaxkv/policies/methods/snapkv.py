@@ -22,8 +22,8 @@ class ObservationWindowPolicy(BudgetMethod):
 
     Attributes:
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
-            "question": in `generate`, those of what follows the last blank line of the last message, with the turn's
-            end; rounded up to a power of two, at most 128, equal for all prompts of a call.
+            "question": in `generate` and engines, those of what follows the last blank line of the last message, with
+            the turn's end; rounded up to a power of two, at most 128, equal for all prompts of a call.
         sinks: number of first tokens, always kept.
         pooling: pooling of scores over neighbours.
         group: `GroupReduce`, or its value: reduction of query heads' scores to their kv head's.
