@@ -232,8 +232,10 @@ def interval(task: EvaluationTask, cell: Mapping[str, Any], full: Mapping[str, A
 def write_page(results: Mapping[str, Any], out: Path) -> None:
     """Write the page, which sorts and filters by itself, and Markdown's table of its means."""
     lines = []
+    seconds = 0.0
     for name, setting in settings(1, 0).items():
         cells = results["cells"].get(name, {})
+        seconds += sum(cell.get("seconds", 0) for cell in cells.values())
         if FULL not in cells:
             continue
         full = cells[FULL]
@@ -251,8 +253,8 @@ def write_page(results: Mapping[str, Any], out: Path) -> None:
             lines.append(line | found | {"bytes": measured, "digits": digits})
     template = Path(__file__).parent / "data" / "leaderboard.html.jinja"
     page = jinja2.Environment(autoescape=True).from_string(template.read_text("utf-8"))
-    machine = results.get("machine", {})
-    whole = page.render(lines=lines, machine=machine, settings=results["settings"])
+    known = {"machine": results.get("machine", {}), "settings": results["settings"]}
+    whole = page.render(lines=lines, hours=seconds / 3600, **known)
     out.with_suffix(".html").write_text(whole, "utf-8")
 
 

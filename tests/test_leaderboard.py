@@ -62,13 +62,19 @@ def test_a_page_holds_means_intervals_and_bytes(leaderboard, tmp_path):
         "SnapKV, int4 @ 0.1": {"scores": "1 0 1 0", "megabytes": 0.2},
         "Quest @ 0.1": {leaderboard.REJECTED: "budget=20: </script> too few"},
     }
+    losses = {
+        leaderboard.FULL: {"scores": "3.5 4", "megabytes": 9.0, "seconds": 1800},
+        "H2O @ 0.1": {"scores": "3.75 4.5", "megabytes": 0.9, "seconds": 3600},
+    }
     settings = {"count": 1, "length": 1024}
     leaderboard.write_page(
-        {"settings": settings, "cells": {"unseen": cells}}, tmp_path / "page.json"
+        {"settings": settings, "cells": {"unseen": cells, "loss": losses}}, tmp_path / "page.json"
     )
     text = (tmp_path / "page.html").read_text("utf-8")
     lines = json.loads(re.search(r"const lines = (.*);\n", text)[1])
-    full, snapkv, quest = lines
+    full, snapkv, quest, _, h2o = lines
+    # Losses by how much they exceed the full cache's, beyond 1, too.
+    assert h2o["mean"] == 0.375 and h2o["high"] > 1 and "in 1.5 hours" in text
     assert full["mean"] == 75 and full["bytes"] == full["share"] == 100
     assert snapkv["mean"] == 50 and snapkv["low"] < 50 < snapkv["high"] and snapkv["bytes"] == 10
     assert "too few" in quest["rejected"] and text.count("</script>") == 1
