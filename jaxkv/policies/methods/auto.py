@@ -13,11 +13,12 @@ from jaxkv.policies.wrapper import collect_given_fields
 # Name, fields of its own, and reason of each choice.
 _Choice = tuple[str, dict[str, Any], str]
 _SEEN: _Choice = ("criticalkv", {}, "it keeps what the prompt's last queries attend to")
+_SEEN_SMALL: _Choice = ("cake", {}, "layers compete for the few entries")
 _LATER: _Choice = ("compactor", {}, "it scores entries by the prompt alone, in one pass")
 _LATER_LARGE: _Choice = ("kvzip", {"weighted": True}, "it keeps what repeating the prompt needs")
 _LONG: _Choice = ("rkv", {"every": 128}, "it scores new entries, too, and drops repeated ones")
-# Share of the prompt's entries from which the second pass pays.
-_LARGE = 0.1
+# Shares of the prompt's entries below which layers compete, and from which the second pass pays.
+_SMALL, _LARGE = 0.05, 0.1
 
 
 @register
@@ -43,10 +44,10 @@ class Auto(Policy):
     def _choice(self) -> _Choice:
         if self.answers == "long":
             return _LONG
+        share = self.budget if isinstance(self.budget, float) else None
         if self.question == "seen":
-            return _SEEN
-        is_large = isinstance(self.budget, float) and self.budget >= _LARGE
-        return _LATER_LARGE if is_large else _LATER
+            return _SEEN_SMALL if share is not None and share < _SMALL else _SEEN
+        return _LATER_LARGE if share is not None and share >= _LARGE else _LATER
 
     @property
     def reason(self) -> str:
