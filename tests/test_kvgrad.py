@@ -14,13 +14,13 @@ import jaxkv
 from jaxkv import KVGrad, KVzip
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import ExpertsConfig, LayerSpec
-from jaxkv.policies.scorer import PromptReplay
+from jaxkv.policies.scorer import PromptReplay, ReplayWeighting
 
 # Written by golden/make_kvgrad.py.
 PEER = running.archive("kvgrad.npz")
 PROMPTS = [PEER[f"{index}/ids"].tolist() for index in range(2)]
 TEXTS = REPEATED | {"tail": 8}
-ASKED = PromptReplay(**TEXTS, gradients=True)
+ASKED = PromptReplay(**TEXTS, weighting=ReplayWeighting.GRADIENTS)
 
 
 def test_scores_and_kept_entries_are_those_of_kvpress():
