@@ -57,6 +57,15 @@ def test_windows_and_meshes_hand_gradients_on():
         np.testing.assert_allclose(ours[0][row], expected[0][row], rtol=1e-4)
 
 
+def test_meshes_and_saved_caches_go_on_alike(tmp_path):
+    of, policy = meshes.model_of(4), KVGrad(budget=20, capacity=8.0, **TEXTS)
+    one, other = (
+        meshes.answers(model, policy, tiny.prompts(5, (45, 20)), tmp_path / name)
+        for name, model in (("one", of), ("mesh", of.on(meshes.mesh_of(2, 2))))
+    )
+    assert one == other
+
+
 def test_plans_count_gradients():
     plans = [
         plan_prefill(tiny.TWO_LAYERS, policy(budget=0.9, **TEXTS), [400])
