@@ -14,6 +14,7 @@ from tqdm import tqdm
 from jaxkv import _checks, arguments
 from jaxkv._checks import settled
 from jaxkv._dataclasses import frozen_dataclass
+from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.decode_loop import DecodeLoop
@@ -254,7 +255,10 @@ def generate(
     continues = cache is not None
     arguments.check_sampling_options(params, sampling, key, stops, continues=continues)
     turn = ConversationState.START if cache is None else cache.turn
+    asks = isinstance(policy, Policy) and policy.set_question_window(1) is not policy
     if cache is not None:
+        remedy = f"the cache was compressed by {cache.policy}, before this question: omit policy"
+        require(not asks, "policy", policy, remedy)
         policy = (
             None
             if policy is None
@@ -265,7 +269,7 @@ def generate(
         arguments.require_matching_cache(params, cache, policy)
         policy = cache.policy
     encoded = encode_prompts(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
-    if isinstance(policy, Policy) and policy.set_question_window(1) is not policy:
+    if isinstance(policy, Policy) and asks:
         policy = policy.set_question_window(choose_question_window(prompt, params.text, raw=raw))
     session = Session(params, policy, implementation=implementation, key=key)
     arguments.require_prompts_fit(

@@ -8,6 +8,7 @@ import re
 
 import jax
 import numpy as np
+import tiny
 from meshes import mesh_of, model_of, prompts
 from refusing import calls, door
 from running import GOLDEN
@@ -42,6 +43,11 @@ KINDS = [
     *calls(
         "kinds of layers",
         (lambda: LayerSpec(scale=-1.0), "scale=-1"),
+    ),
+    *calls(
+        "end ids",
+        (lambda: dataclasses.replace(tiny.TWO_LAYERS, eos=2), TypeError, "eos=2: give token ids"),
+        (lambda: dataclasses.replace(tiny.TWO_LAYERS, eos=(-1,)), "eos=-1"),
     ),
 ]
 

@@ -4,6 +4,7 @@ from unittest import mock
 
 import tiny
 from meshes import mesh_of
+from policy_table import REPEATED
 from refusing import door
 from test_export import MODEL, NEW
 from test_export_place import Last
@@ -54,6 +55,7 @@ ROWS = [
         exported,
         ({"policy": jaxkv.OmniKV(**ONE, offload=True)}, "OmniKV"),
         ({"policy": jaxkv.OmniKV(**ONE, prefill_ratio=2)}, "OmniKV.*chunk"),
+        ({"policy": jaxkv.KVGrad(**REPEATED)}, "KVGrad.*twice"),
         ({"platforms": "gpu"}, "platforms="),
         ({"lengths": 500}, "lengths=|made for 512"),
         ({"implementation": "cudnn"}, "implementation="),

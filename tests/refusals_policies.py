@@ -28,6 +28,7 @@ from jaxkv import (
     ExpectedAttention,
     FullKV,
     GlobalBudget,
+    KVGrad,
     KVzap,
     KVzip,
     LagKV,
@@ -129,7 +130,8 @@ ROWS = [
     *options(
         Refit, {"references": 0}, {"ridge": 0.1}, {"every": 8}, {"base": CaM()}, {"base": H2O()}
     ),
-    *options(KVzip, {"every": 8}, {"following": (1, -2)}),
+    *options(KVzip, {"every": 8}, {"following": (1, -2)}, {"weighted": "yes"}),
+    *options(KVGrad, {"every": 8}),
     *options(KVzip, {"first": 7}, kind=TypeError),
     *options(QFilters, {"every": 4}, {"q_filters": "no file"}),
     *options(QFilters, {"q_filters": 3}, kind=TypeError),

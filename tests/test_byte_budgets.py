@@ -79,6 +79,14 @@ def test_stores_and_dtypes_say_how_many_rows(store, dtype):
     assert found == jaxkv.SnapKV(budget=40, window=8, store=store)
 
 
+def test_entries_that_wait_beside_their_codes_count():
+    """32 keys and values of each kv head and layer in 16 bits, with positions for all heads."""
+    each, last = EACH["int4", "bfloat16"], 3 * 32 * (2 * 2 * 8 * 2 + 4)
+    for count, given in ((40, 40 * each + last), (39, 40 * each + last - 1)):
+        asked = jaxkv.SnapKV(budget=f"{given}B", window=8, store="int4-residual")
+        assert fitted(asked, "bfloat16") == replace_policy_budget(asked, count)
+
+
 @pytest.mark.parametrize("policy", [jaxkv.AdaKV, jaxkv.D2O])
 def test_caches_take_no_more(policy):
     """Of two prompts, one shorter than its rows; kept rows' bytes are counted as `Stats` counts them."""

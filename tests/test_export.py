@@ -33,11 +33,23 @@ POLICIES = {
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=24, window=8)),
     "h2o": jaxkv.H2O(budget=0.4),
     "d2o": jaxkv.D2O(budget=24),
-    "expected-every": jaxkv.AdaKV(base=jaxkv.ExpectedAttention(budget=24, future=16, every=4)),
+    "expected-every": jaxkv.AdaKV(
+        base=jaxkv.ExpectedAttention(budget=24, future=16, every=4, smoothing=0.5)
+    ),
+    "rocketkv-refit": jaxkv.RocketKV(
+        budget=12, channels=5, base=jaxkv.Refit(base=jaxkv.SnapKV(budget=24, window=8))
+    ),
+    # Compactor, whose scores XLA would compute again for each use where all layers are one program.
+    "auto": jaxkv.Auto(budget=20, question="later"),
 }
 # 16 bits; what goes on after the prompt. SnapKV, H2O and D2O, whose layers share a pool, are further down, and all in
 # both dtypes in benchmarks/export_real.py.
-CASES = [("full", "bfloat16"), ("expected-every", "float32")]
+CASES = [
+    ("full", "bfloat16"),
+    ("expected-every", "float32"),
+    ("rocketkv-refit", "float32"),
+    ("auto", "float32"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import jaxkv
 from jaxkv import KVzap, cli
 from jaxkv.analysis import fit_kvzap_gate, gate_fitting
 from jaxkv.policies import KVzapGate
-from jaxkv.policies.scorer import PromptReplay
+from jaxkv.policies.scorer import PromptReplay, ReplayWeighting
 
 MODEL = "tiny-retrieval"
 WORDS = "the grass is green and the sky is blue again here we go there and back"
@@ -39,7 +39,7 @@ def test_command_line_writes_the_gate(texts, tmp_path, capsys):
     )
     assert f"gate of {MODEL} from" in capsys.readouterr().out
     params, tensors = jaxkv.load(MODEL), load_file(path)
-    session, asked = jaxkv.Session(params), PromptReplay(sinks=0, weighted=True)
+    session, asked = jaxkv.Session(params), PromptReplay(sinks=0, weighting=ReplayWeighting.VALUES)
     layers = [
         gate_fitting._collect_regression_data(
             params, session.tokenize_prompts(params.text.encode(text, bos=True)), asked

@@ -14,13 +14,13 @@ import jaxkv
 from jaxkv import KVGrad, KVzip
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import ExpertsConfig, LayerSpec
-from jaxkv.policies.scorer import PromptReplay
+from jaxkv.policies.scorer import PromptReplay, ReplayWeighting
 
 # Written by golden/make_kvgrad.py.
 PEER = running.archive("kvgrad.npz")
 PROMPTS = [PEER[f"{index}/ids"].tolist() for index in range(2)]
 TEXTS = REPEATED | {"tail": 8}
-ASKED = PromptReplay(**TEXTS, gradients=True)
+ASKED = PromptReplay(**TEXTS, weighting=ReplayWeighting.GRADIENTS)
 
 
 def test_scores_and_kept_entries_are_those_of_kvpress():
@@ -55,6 +55,15 @@ def test_windows_and_meshes_hand_gradients_on():
     for row in range(2):
         assert not ours[1][row].any() and (expected[1][row][:, 4:] > 0).all()
         np.testing.assert_allclose(ours[0][row], expected[0][row], rtol=1e-4)
+
+
+def test_meshes_and_saved_caches_go_on_alike(tmp_path):
+    of, policy = meshes.model_of(4), KVGrad(budget=20, capacity=8.0, **TEXTS)
+    one, other = (
+        meshes.answers(model, policy, tiny.prompts(5, (45, 20)), tmp_path / name)
+        for name, model in (("one", of), ("mesh", of.on(meshes.mesh_of(2, 2))))
+    )
+    assert one == other
 
 
 def test_plans_count_gradients():

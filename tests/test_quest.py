@@ -285,8 +285,9 @@ def test_pages_are_the_same_on_all_devices(policy):
     agree(policy, kv_heads=2)
 
 
-def test_slots_answer_as_alone():
-    runs.check(tiny.tiny(tiny.TWO_LAYERS), quest(0.3), runs.requests(1, 6, shortest=33))
+@pytest.mark.parametrize("policy", [quest(0.3), rocket(12)], ids=["quest", "rocketkv"])
+def test_slots_answer_as_alone(policy):
+    runs.check(tiny.tiny(tiny.TWO_LAYERS), policy, runs.requests(1, 6, shortest=33))
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

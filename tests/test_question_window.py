@@ -99,5 +99,9 @@ def test_it_is_rejected_where_no_question_is_known(as_users_call, chatting):
     for call, given in ((jaxkv.prefill, (DOCUMENT,)), (jaxkv.Session, ())):
         with pytest.raises(ValueError, match=where):
             call(chatting, *given, policy=AdaKV(base=ASKED))
+    cache = jaxkv.prefill(chatting, DOCUMENT, policy=jaxkv.KNorm(budget=140))
+    told = "policy=SnapKV.*'question'.: the cache was compressed by KNorm.*, before this question"
+    with pytest.raises(ValueError, match=told):
+        jaxkv.generate(chatting, SHORT, policy=ASKED, cache=cache)
     with pytest.raises(ValueError, match="window='question': token ids have no question"):
         jaxkv.generate(chatting, [1, 2, 3], policy=ASKED)

@@ -19,7 +19,7 @@ from jaxkv.engine.prefill import run_layer
 from jaxkv.engine.progress import run_generator
 from jaxkv.engine.tokens import compute_angles_by_rope
 from jaxkv.models.values import LayerSpec
-from jaxkv.policies.scorer import Needs, PromptReplay
+from jaxkv.policies.scorer import Needs, PromptReplay, ReplayWeighting
 
 LENGTHS = (61, 24, 5)
 SINKS = 2
@@ -113,13 +113,13 @@ def peaks_of(model, prompts, asked):
     return [[np.asarray(layer)[row, :, :n] for row, n in enumerate(lengths)] for layer in found]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_attention_of_the_second_pass_agrees_with_the_oracle(weighted):
+@pytest.mark.parametrize("weighting", [ReplayWeighting.NONE, ReplayWeighting.VALUES])
+def test_attention_of_the_second_pass_agrees_with_the_oracle(weighting):
     """Of layers with a window, which choose nothing, what they hand to the layers above them counts."""
     model, prompts = tiny.tiny(WINDOWS), tiny.prompts(3, (61, 20))
-    found = peaks_of(model, prompts, PromptReplay(sinks=SINKS, weighted=weighted, **REPEATED))
+    found = peaks_of(model, prompts, PromptReplay(sinks=SINKS, weighting=weighting, **REPEATED))
     for row, ids in enumerate(prompts):
-        expected = oracle(model, ids, weighted=weighted)
+        expected = oracle(model, ids, weighted=weighting is ReplayWeighting.VALUES)
         for layer, each in enumerate(expected):
             if model.config.sliding_windows[layer] is not None:
                 assert not found[layer][row].any()

@@ -18,7 +18,7 @@ import tiny
 from policy_table import TABLE
 
 import jaxkv
-from jaxkv import D2O, AdaKV, BrutalOffload, CustomPolicy, OmniKV, SnapKV, StreamingLLM
+from jaxkv import D2O, AdaKV, BrutalOffload, CustomPolicy, OmniKV, Refit, SnapKV, StreamingLLM
 from jaxkv.cache.encoding import decode_from_json, encode_as_json
 from jaxkv.policies import Scorer
 
@@ -27,7 +27,7 @@ CONFIG = tiny.TWO_LAYERS
 SNAP = SnapKV(budget=20, window=8)
 # Every form of pool, every leaf that a cache may have, what goes on after the prompt, and rows in host memory.
 CASES = {
-    "ragged": AdaKV(base=SNAP),
+    "ragged, refit": Refit(base=AdaKV(base=SNAP)),
     "shared, scored and merged": D2O(budget=20),
     "chosen again": SnapKV(budget=20, window=8, every=4),
     "rolling": StreamingLLM(budget=20),

@@ -15,7 +15,7 @@ import slot_runs as runs
 import tiny
 from engine_runs import held, under_way
 from lettered import DOC, ids
-from policy_table import BY_NAME
+from policy_table import BY_NAME, REPEATED
 from test_stores import Half
 
 import jaxkv
@@ -87,10 +87,14 @@ def on_document(whole, prompt, policy):
     return jaxkv.generate(whole, [5, 9, 2], **options).tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["h2o", "kvzip"])
-def test_requests_are_answered_as_alone(name):
+@pytest.mark.parametrize(
+    "policy",
+    [BY_NAME["h2o"].policy(20), jaxkv.Refit(base=jaxkv.KVGrad(budget=20, **REPEATED))],
+    ids=["h2o", "refit-kvgrad"],
+)
+def test_requests_are_answered_as_alone(policy):
     """Prompts and questions on documents, greedy and sampled, of which some are cancelled; nothing is compiled."""
-    told, programs = engine_runs.checked(BY_NAME[name].policy(20), 16)
+    told, programs = engine_runs.checked(policy, 16)
     assert told >= 12 and programs == 0
 
 

@@ -19,7 +19,7 @@ from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.progress import run_generator
 from jaxkv.engine.replay import PaddedPrompts, compute_peak_attention, encode_second_pass_texts
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.scorer import PromptReplay
+from jaxkv.policies.scorer import PromptReplay, ReplayWeighting
 from jaxkv.policies.trained import KVzapGate, KVzapWeights
 from jaxkv.sharding.mesh import copy_to_host
 from jaxkv.text.prompts import Prompt
@@ -64,7 +64,7 @@ def fit_kvzap_gate(
     Raises:
         ValueError: for no texts, empty or too long texts, scores that are not finite, and a penalty of 0.
     """
-    asked = PromptReplay(chunk=chunk, sinks=0, weighted=True)
+    asked = PromptReplay(chunk=chunk, sinks=0, weighting=ReplayWeighting.VALUES)
     config = params.config
     penalty = _checks.validate_float(
         "penalty", penalty, "use a number above 0", low=0.0, high=1e30, open_low=True

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import GatheredEntries, NewEntries
+from jaxkv.cache.last_tokens import write_last_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -58,20 +59,3 @@ class ResidualEntries:
         taken = jnp.take_along_axis(self.entries, index[:, None, None, :, None], axis=3)
         k, v = (taken[:, :, at].reshape(batch, -1, dim) for at in (0, 1))
         return GatheredEntries(k, v), held.sum(axis=1, dtype=jnp.int32)
-
-
-def write_last_tokens(
-    buffer: Shaped[Array, "B h n R d"],
-    new: Shaped[Array, "B h n N d"],
-    positions: Int[Array, "B N"],
-    count: Int[Array, " B"],
-) -> Shaped[Array, "B h n R d"]:
-    """Return a buffer with the last R of `count` valid tokens' vectors written in, that of position p at p % R."""
-    rows = buffer.shape[3]
-    offset = jnp.arange(positions.shape[1], dtype=jnp.int32)
-    # If there are more tokens than places, only the last ones count.
-    real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
-    slot = jnp.where(real, positions % rows, rows)
-    index = jnp.arange(len(count), dtype=jnp.int32)[:, None]
-    by_token = jnp.moveaxis(new, 3, 1).astype(buffer.dtype)
-    return buffer.at[index, :, :, slot].set(by_token, mode="drop", unique_indices=True)

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.cache import CacheArrays, SegmentTables
 from jaxkv.cache.host_store import HostStoreLoader
+from jaxkv.cache.last_tokens import write_last_tokens
 from jaxkv.cache.pools import EntryPool
-from jaxkv.cache.residual_entries import write_last_tokens
 from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.layers.binding import make_cache_layer
 from jaxkv.engine.layers.blocks import BlockInputs, QueryBuffer, run_blocks

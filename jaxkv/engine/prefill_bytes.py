@@ -205,7 +205,7 @@ class PrefillBytes:
         keys = chunk + max(QUERY_BLOCK // 2, min(replay.sinks, self.padded_len))
         keys += max(width or 0 for width in config.sliding_windows) and before
         logits = 24 * config.group_size * QUERY_BLOCK * keys
-        if replay.gradients:
+        if replay.runs_backwards:
             # The inputs of all layers wait. A gradient needs twice a layer's activations, and all logits of a kv head.
             each += each + config.layers * config.embed * self.item
             run = chunk + before

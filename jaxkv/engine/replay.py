@@ -29,7 +29,7 @@ from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.rope import RopeTables, compute_rope_tables
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
-from jaxkv.policies.scorer import PromptReplay
+from jaxkv.policies.scorer import PromptReplay, ReplayWeighting
 from jaxkv.sharding.collectives import average_over_devices
 from jaxkv.sharding.mesh import get_array_sharding, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
@@ -143,7 +143,7 @@ def compute_peak_attention(
         jnp.zeros(shape, jnp.float32, device=get_array_sharding("B K S", shape, axes))
         for _ in range(layers)
     ]
-    steps = layers * (1 + asked.gradients)
+    steps = layers * (1 + asked.runs_backwards)
     share = worth / (steps * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
     for first, ids, count in build_second_pass_chunks(tokens, lengths, asked, texts):
         x = embed_tokens(flat.ends, place_host_array(ids, "B N", axes), graphs=flat.graphs)
@@ -156,7 +156,7 @@ def compute_peak_attention(
             gradient = (x,) * (step >= layers)
             if gradient:
                 x = entered.pop()
-            elif asked.gradients:
+            elif asked.runs_backwards:
                 entered.append(jnp.copy(x))
             x, peaks[index] = _rerun_block(
                 flat.blocks[index],
@@ -237,8 +237,8 @@ def _rerun_block(
         jnp.concatenate([each[:, :, :few], _slice_entries(each, begin, chunk)], axis=2)
         for each in rows
     )
-    scored = window is None and bool(gradient) == asked.gradients
-    weighted = scored and (asked.weighted or asked.gradients)
+    scored = window is None and bool(gradient) == asked.runs_backwards
+    weighted = scored and asked.weighting is not ReplayWeighting.NONE
     by_row: Any = _compute_projected_norms(block, shown) if weighted else None
 
     def attend_to_prompt(part: Array) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxkv import _checks
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
-from jaxkv.policies.topk import encode_sort_keys, kth_largest
+from jaxkv.policies.topk import compare_with_kth_largest, encode_sort_keys
 
 # Most alternatives per token, OpenAI's limit, and most ids that end an answer besides the model's: places in programs.
 MOST_LOGPROBS, MOST_STOP_IDS = 20, 16
@@ -314,7 +314,7 @@ def _apply_top_k(of: BatchSampling, logits: Array) -> Array:
     """Return logits, with those below their sequence's k-th largest at minus infinity; all are kept for k = 0."""
     keys, count = encode_sort_keys(logits), logits.shape[-1]
     k = jnp.where(of.top_k > 0, jnp.minimum(of.top_k, count), count)
-    return jnp.where(keys >= kth_largest(keys, k), logits, -jnp.inf)
+    return jnp.where(compare_with_kth_largest(keys, k)[0], logits, -jnp.inf)
 
 
 def _apply_top_p(of: BatchSampling, logits: Array) -> Array:

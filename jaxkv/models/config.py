@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxkv._checks import validate_int
+from jaxkv._checks import require_instance, validate_int, validate_optional_field
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.checkpoints.hub_config import Config
@@ -127,10 +127,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_number_fields(self)
-        ids = (*self.eos, *(() if self.bos is None else (self.bos,)))
-        for each in ids:
-            validate_int("bos or eos", each, least=0)
-        object.__setattr__(self, "eos", tuple(map(int, self.eos)))
+        validate_optional_field(self, "bos", validate_int, least=0)
+        ids = require_instance("eos", self.eos, Iterable, "give token ids, such as (2,)")
+        object.__setattr__(self, "eos", tuple(validate_int("eos", each, least=0) for each in ids))
         for name, holds, remedy in self._yield_field_rules():
             require(holds, name, getattr(self, name), remedy)
         self._check_rotated_channels()

@@ -215,7 +215,7 @@ def count_prefill_flops(setting: Workload, weights: float) -> tuple[float, float
         again = 1 + needs.replay.tail / min(needs.replay.chunk, tokens)
         scores += 4 * pairs * again * channels
         # A gradient: each layer once more, and backwards.
-        again *= 1 + 3 * needs.replay.gradients
+        again *= 1 + 3 * needs.replay.runs_backwards
     # The last queries, and comparisons of keys, for policies that use them.
     scores += 2.0 * needs.queries * tokens * channels
     if parts.scorer.compares_keys:

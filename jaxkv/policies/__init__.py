@@ -78,6 +78,7 @@ from jaxkv.policies.scorer import (
     QueryMoments,
     QueryPairs,
     QueryPairSettings,
+    ReplayWeighting,
     Scorer,
     ScorerInputs,
 )
@@ -166,6 +167,7 @@ __all__ = [
     "Recompress",
     "PromptReplay",
     "ReplayAttentionScorer",
+    "ReplayWeighting",
     "EntryPerSegment",
     "ThresholdScope",
     "ScoredEntries",

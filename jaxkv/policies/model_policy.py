@@ -74,19 +74,19 @@ def fit_store(policy: Policy, config: ModelConfig) -> Policy:
 
 
 def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
-    """Return the policy, any byte budget (less sliding windows) as entries per head; ValueError if below 1."""
+    """Return the policy, a byte budget (less windows, states, residual) as entries per head; ValueError if below 1."""
     parts = policy.composed
     budget = parts.budget
     if not isinstance(budget, ByteBudget):
         return policy
-    # Bytes of one entry in every kv head and layer; in addition layers hold sliding windows and states.
+    # Bytes of one entry in every kv head and layer; layers also hold sliding windows, states and residuals.
     item = jnp.dtype(dtype).itemsize
     sizes = [config.kv_heads * parts.compute_entry_bytes(dim, item) for dim in config.entry_dims]
     widths = config.sliding_windows
     each = sum(row for row, width in zip(sizes, widths, strict=True) if width is None)
     sliding_windows = sum(row * (width or 0) for row, width in zip(sizes, widths, strict=True))
-    fixed = sliding_windows + config.state_bytes
-    beside = f" besides {fixed:,} bytes of sliding windows and states" if fixed else ""
+    fixed = sliding_windows + config.state_bytes + parts.compute_residual_bytes(config, item)
+    beside = f" besides {fixed:,} bytes of sliding windows, states and residuals" if fixed else ""
     rows = (budget.value - fixed) // each
     require(
         rows >= 1,

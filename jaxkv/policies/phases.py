@@ -183,7 +183,7 @@ class Recompress:
         needs = scorer.needs
         once = anew and bool(needs.replay or needs.gate or scorer.has_first_stage)
         refits = select.merge is not None and select.merge.reference_count > 0
-        remedy = f"{select.merge if refits else scorer} needs inputs of the prompt that no cache holds: leave it out"
+        remedy = f"{select.merge if refits else scorer} needs inputs of the prompt that no cache holds: give every=None"
         never = once or refits or bool(needs.blocks or needs.references)
         require(not never, "every", self.every, remedy)
         forgets = anew and needs.moments is not None and not needs.queries

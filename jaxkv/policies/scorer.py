@@ -39,6 +39,19 @@ class GroupReduce(enum.Enum):
     MAX = "max"
 
 
+class ReplayWeighting(enum.Enum):
+    """Enum of what multiplies attention in a second pass: NONE, VALUES (KVzip+) or GRADIENTS (KVgrad).
+
+    VALUES: the L2 norm of the value at the layer's output, over that of the query token's normed hidden state.
+    GRADIENTS: the same norm of the value, times that of the gradient of half the top layer's summed squares, by the
+    query token's hidden state after attention.
+    """
+
+    NONE = "none"
+    VALUES = "values"
+    GRADIENTS = "gradients"
+
+
 @frozen_dataclass
 class FutureQuerySettings:
     """Config of `QueryMoments`: skipped first tokens, positions after the text for RoPE, covariance or mean only.
@@ -80,11 +93,7 @@ class PromptReplay:
         following: text before each later chunk, or its token ids.
         closing: text between these and the chunk, or its token ids; None for the end of the user's turn and the start
             of the answer in the model's chat template, or a line break without a template.
-        weighted: multiply attention by the L2 norm of the value at the layer's output, and divide it by that of the
-            query token's normed hidden state (KVzip+).
-        gradients: multiply attention by the L2 norm of the value at the layer's output, and by that of a gradient, also
-            if `weighted` (KVgrad): that of half the top layer's summed squares, by the query token's hidden state
-            after attention.
+        weighting: what multiplies attention.
     """
 
     chunk: int = 2048
@@ -95,15 +104,13 @@ class PromptReplay:
         "\n\nRepeat the part of the previous context exactly, starting with"
     )
     closing: str | tuple[int, ...] | None = None
-    weighted: bool = False
-    gradients: bool = False
+    weighting: ReplayWeighting = ReplayWeighting.NONE
 
     def __post_init__(self) -> None:
         validate_field(self, "chunk", validate_int, "give chunks of at least 1 token")
         validate_field(self, "sinks", validate_int, "give 0 or more first tokens", least=0)
         validate_field(self, "tail", validate_int, "repeat 0 or more tokens", least=0)
-        validate_field(self, "weighted", validate_bool)
-        validate_field(self, "gradients", validate_bool)
+        validate_field(self, "weighting", validate_enum, ReplayWeighting)
         for name in ("first", "following", "closing"):
             given = getattr(self, name)
             if isinstance(given, str) or (name == "closing" and given is None):
@@ -112,6 +119,11 @@ class PromptReplay:
             require_instance(name, given, (list, tuple, np.ndarray), remedy)
             ids = tuple(validate_int(name, each, remedy, least=0) for each in given)
             object.__setattr__(self, name, ids)
+
+    @property
+    def runs_backwards(self) -> bool:
+        """True if each chunk also runs backwards through the layers, for gradients."""
+        return self.weighting is ReplayWeighting.GRADIENTS
 
 
 @jax.tree_util.register_dataclass

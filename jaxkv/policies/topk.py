@@ -31,21 +31,28 @@ def count_true(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows"]:
     return mask.sum(axis=-1, dtype=jnp.int32)
 
 
-def kth_largest(
+def compare_with_kth_largest(
     keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]
-) -> UInt[Array, "*rows 1"]:
-    """Return the `count`-th largest sort key along the last axis, of size 1 in the result; the largest uint32 for 0.
+) -> tuple[Bool[Array, "*rows S"], Bool[Array, "*rows S"]]:
+    """Return two masks of sort keys: not below the `count`-th largest along the last axis, and above it; none for 0.
 
     Bisection on the bits takes 32 counts instead of a sort. The count may differ by array row, and is not a shape.
     """
-    count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
 
-    def narrow(step, threshold):
+    def narrow(step, carry):
+        threshold, reached, above = carry
         candidate = threshold | (jnp.uint32(1 << 31) >> jnp.asarray(step, jnp.uint32))
-        enough = (keys >= candidate).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= count
-        return jnp.where(enough, candidate, threshold)
+        at_least = keys >= candidate
+        enough = (count_true(at_least) >= count)[..., None]
+        return (
+            jnp.where(enough, candidate, threshold),
+            jnp.where(enough, at_least, reached),
+            jnp.where(enough, above, at_least),
+        )
 
-    return lax.fori_loop(0, 32, narrow, jnp.zeros_like(keys[..., :1]))
+    # Both masks come from the loop: behind it, a larger program may compute keys anew, and round them otherwise.
+    every = keys >= jnp.uint32(0)
+    return lax.fori_loop(0, 32, narrow, (jnp.zeros_like(keys[..., :1]), every, ~every))[1:]
 
 
 def mask_top_k(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
@@ -54,9 +61,7 @@ def mask_top_k(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Boo
     A key of 0 marks an entry that cannot be chosen: `count` is at most the number of other keys. A threshold and a
     count let one compilation serve every budget.
     """
-    threshold = kth_largest(keys, count)
-    count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
-    above = keys > threshold
-    level = keys == threshold
-    left = count - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    reached, above = compare_with_kth_largest(keys, count)
+    level = reached & ~above
+    left = (count - count_true(above))[..., None]
     return above | (level & (jnp.cumsum(level, axis=-1, dtype=jnp.int32) <= left))

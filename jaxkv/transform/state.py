@@ -24,9 +24,9 @@ from jaxkv._errors import require
 from jaxkv.attention import LogitShaping
 from jaxkv.attention.steps import NewEntries
 from jaxkv.cache import SegmentTables
+from jaxkv.cache.last_tokens import write_last_tokens
 from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.cache.pools import EntryPool
-from jaxkv.cache.residual_entries import write_last_tokens
 from jaxkv.engine.bookkeeping import decay_scores, select_layer_segments
 from jaxkv.engine.compress import compress_layer_by_layer
 from jaxkv.engine.evict import EvictionConfig, evict_entries

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv.attention.steps import UnrotatedProjections
 from jaxkv.cache import CacheArrays
+from jaxkv.cache.last_tokens import write_last_tokens
 from jaxkv.cache.pools import EntryPool
-from jaxkv.cache.residual_entries import write_last_tokens
 from jaxkv.engine.hadamard import apply_hadamard
 from jaxkv.engine.layers.dense import FullAttentionCacheLayer
 from jaxkv.engine.layers.step import StepState

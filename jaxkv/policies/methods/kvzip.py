@@ -1,9 +1,8 @@
 """KVzip, KVgrad: keep the entries that the model needs to repeat the prompt, measured by a second pass over it."""
 
-from typing import ClassVar
-
 import jax.numpy as jnp
 
+from jaxkv._checks import validate_bool, validate_field
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
@@ -12,7 +11,15 @@ from jaxkv.policies.layer_budgets import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import GroupReduce, Needs, PromptReplay, Scorer, ScorerInputs, Scores
+from jaxkv.policies.scorer import (
+    GroupReduce,
+    Needs,
+    PromptReplay,
+    ReplayWeighting,
+    Scorer,
+    ScorerInputs,
+    Scores,
+)
 
 
 @frozen_dataclass
@@ -36,7 +43,7 @@ class ReplayAttentionScorer(Scorer):
         """Raise ValueError for gradients through experts, states, or attention gates, and with parallel MLPs."""
         special = (config.experts, config.state_bytes, config.attention_gate, config.parallel)
         remedy = "no gradients through experts, states, gates or parallel MLPs: use KVzip"
-        require(not (self.replay.gradients and any(special)), "policy", "KVGrad", remedy)
+        require(not (self.replay.runs_backwards and any(special)), "policy", "KVGrad", remedy)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: largest attention received in the second pass over the prompt; 1 for sinks."""
@@ -68,8 +75,6 @@ class ReplayPolicy(BudgetMethod):
     closing: str | tuple[int, ...] | None = None
     capacity: float = 1.5
 
-    gradients: ClassVar[bool] = False
-
     def _check_fields(self) -> None:
         require(
             self.over in ("model", "layer", "head"),
@@ -78,14 +83,12 @@ class ReplayPolicy(BudgetMethod):
             "no such scope: give 'model', 'layer' or 'head'",
         )
 
-    def build_policy_parts(self) -> Parts:
+    def _compose_replay(self, weighting: ReplayWeighting) -> Parts:
         """Return `Parts`: second-pass scores; entries compete by model, layer or kv head (`over`)."""
         heads: HeadBudgets = self.create_part(AdaptiveHeads, alpha=0.0)
         heads = UniformHeads() if self.over == "head" else heads
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
-        scorer = ReplayAttentionScorer(
-            replay=self.create_part(PromptReplay, gradients=self.gradients)
-        )
+        scorer = ReplayAttentionScorer(replay=self.create_part(PromptReplay, weighting=weighting))
         return self.compose(
             scorer=scorer, keep=self.always_kept_entries, heads=heads, layers=layers
         )
@@ -112,6 +115,13 @@ class KVzip(ReplayPolicy):
 
     paper = "KVzip, arXiv:2505.23416"
 
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: second-pass scores; entries compete by model, layer or kv head (`over`)."""
+        validate_field(self, "weighted", validate_bool)
+        return self._compose_replay(
+            ReplayWeighting.VALUES if self.weighted else ReplayWeighting.NONE
+        )
+
 
 @register
 @frozen_dataclass
@@ -133,4 +143,7 @@ class KVGrad(ReplayPolicy):
     chunk: int = 512
 
     paper = "KVgrad, https://openreview.net/forum?id=cg1wTCJjjk"
-    gradients = True
+
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: second-pass scores, by gradients; entries compete by model, layer or kv head (`over`)."""
+        return self._compose_replay(ReplayWeighting.GRADIENTS)
