@@ -15,7 +15,12 @@ GQA = tiny.shape(layers=2, kv_heads=2, group=2, dim=16)
 
 @pytest.mark.parametrize("question, answers", FACTS)
 def test_the_parts_are_those_of_the_chosen_policy(question, answers):
-    for fields in ({}, {"budget": 0.02}, {"budget": 0.25}, {"budget": "64MB", "store": "int4", "protect": ((0, 4),)}):
+    for fields in (
+        {},
+        {"budget": 0.02},
+        {"budget": 0.25},
+        {"budget": "64MB", "store": "int4", "protect": ((0, 4),)},
+    ):
         auto = Auto(question=question, answers=answers, **fields)
         assert auto.composed == auto.chosen.composed and auto.reason
         for name, value in fields.items():

@@ -9,7 +9,7 @@ from oracles.attention import softmax
 from test_layer_specs import capped
 from test_softmaxes import CAP, MODELS, WHOLE
 
-from jaxkv import AdaKV, GlobalBudget, Refit, SnapKV
+from jaxkv import AdaKV, GlobalBudget, KVzip, Refit, SnapKV
 from jaxkv.engine.prefill import iterate_layer_outputs
 from jaxkv.policies import Needs, ScorerInputs
 from jaxkv.policies.methods.refit import ValueRefit
@@ -77,6 +77,40 @@ def test_values_of_a_batch_are_the_oracles(config, base):
         moved.append(np.abs(v - own_v).max())
         if len(pos) == LENGTHS[row]:
             np.testing.assert_allclose(v, own_v, atol=1e-6, err_msg="nothing was evicted")
+    assert np.median(moved) > 0.05
+
+
+@pytest.mark.parametrize("over", ["head", "model"])
+def test_queries_are_those_that_repeat_the_prompt_if_the_base_repeats_it(over):
+    """The oracle prefills each prompt, each chunk's texts and the chunk as one sequence; chunks end within a prompt."""
+    model, ids = tiny.tiny(WHOLE), tiny.prompts(6, LENGTHS[:2])
+    texts = {"first": (3, 4), "following": (5,), "closing": (6, 7), "chunk": 24, "tail": 3}
+    base = KVzip(budget=16, over=over, **texts)
+    plain = segments(model, ids, base)
+    found = segments(model, ids, Refit(base=base, references=COUNT, ridge=RIDGE))
+    moved = []
+    for row, text in enumerate(ids):
+        n = len(text)
+        queries = [[] for _ in range(model.config.layers)]
+        for first in range(0, n, 24):
+            chunk = text[first : first + 24]
+            before = [5, *text[first - 3 : first]] if first else [3, 4]
+            line = [*text, *before, 6, 7, *chunk]
+            given = jnp.asarray([line], jnp.int32), jnp.asarray([len(line)], jnp.int32)
+            needs = Needs(queries=len(chunk))
+            outs = [*iterate_layer_outputs(model.flat_decoder, *given, needs=needs)]
+            for of, out in zip(queries, outs, strict=True):
+                of.append(out.q[0])
+        for layer, (of, out) in enumerate(zip(queries, outs, strict=True)):
+            q = jnp.concatenate(of, axis=2)[:, :, np.arange(COUNT) * n // COUNT]
+            for head in range(WHOLE.kv_heads):
+                k, v, pos = found[layer, row, head]
+                own_k, own_v, own_pos = plain[layer, row, head]
+                np.testing.assert_array_equal(pos, own_pos)
+                keys, values = (each[0, head, :n] for each in (out.k, out.v))
+                want = fitted(q[head], [n - 1] * COUNT, keys, values, pos)
+                np.testing.assert_allclose(v, want, atol=2e-5)
+                moved.append(np.abs(v - own_v).max())
     assert np.median(moved) > 0.05
 
 

@@ -29,7 +29,11 @@ from jaxkv.models.decoder_blocks import DecoderBlock
 from jaxkv.models.rope import RopeTables, compute_rope_tables
 from jaxkv.models.split_decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.states import DeltaState
-from jaxkv.policies.scorer import PromptReplay, ReplayWeighting
+from jaxkv.policies.scorer import (
+    PromptReplay,
+    ReplayWeighting,
+    compute_reference_positions,
+)
 from jaxkv.sharding.collectives import average_over_devices
 from jaxkv.sharding.mesh import get_array_sharding, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
@@ -130,7 +134,8 @@ def compute_peak_attention(
 ) -> Walk[list[Float[Array, "B K S"]]]:
     """Generator: run prompts again over their entries in `ran`; return each entry's peak attention by layer.
 
-    Yields progress in equal parts that sum to `worth`, the second pass's share of the layers' progress.
+    Reference queries in `ran` become those of the tokens that repeat theirs. Yields progress in equal parts that sum
+    to `worth`, the second pass's share of the layers' progress.
     """
     tokens, lengths, texts = padded
     layers = len(flat.blocks)
@@ -158,10 +163,13 @@ def compute_peak_attention(
                 x = entered.pop()
             elif asked.runs_backwards:
                 entered.append(jnp.copy(x))
-            x, peaks[index] = _rerun_block(
+            extras = ran[index].extras
+            own = (extras["references"],) if "references" in extras and not gradient else ()
+            x, peaks[index], repeated = _rerun_block(
                 flat.blocks[index],
                 x,
                 gradient,
+                own,
                 held,
                 (ran[index].k, ran[index].v),
                 ran[index].states,
@@ -172,15 +180,20 @@ def compute_peak_attention(
                 asked=asked,
                 implementation=implementation,
             )
+            for queries in repeated:
+                extras["references"] = queries
             yield share
     return peaks
 
 
-@sharded_jit(static=("graphs", "asked", "implementation"), donate=("x", "peaks"), on="graphs")
+@sharded_jit(
+    static=("graphs", "asked", "implementation"), donate=("x", "references", "peaks"), on="graphs"
+)
 def _rerun_block(
     leaves: Leaves,
     x: Float[Array, "B N E"],
     gradient: tuple[Float[Array, "B N E"], ...],
+    references: tuple[Float[Array, "B K G r D"], ...],
     count: Int[Array, " B"],
     rows: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]],
     states: tuple[DeltaState, ...],
@@ -191,12 +204,13 @@ def _rerun_block(
     graphs: DecoderGraphs,
     asked: PromptReplay,
     implementation: Implementation,
-) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"]]:
-    """Compiled: run a block over N tokens that repeat a chunk; return hidden states and updated `peaks`; donate both.
+) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"], tuple[Float[Array, "B K G r D"], ...]]:
+    """Compiled: run a block over N tokens that repeat a chunk; return hidden states, `peaks`, `references`; donate all.
 
     `rows` are the prompt's keys and values, `states` its states. `count` of the tokens are valid, and the chunk begins
     at position `first`. `peaks` of a sliding-window layer are unchanged. With the `gradient` of the block's output,
-    returns that of its input in place of hidden states; if gradients are asked for, only this updates `peaks`.
+    returns that of its input in place of hidden states; if gradients are asked for, only this updates `peaks`. Queries
+    of the chunk's tokens replace those of `references`.
     """
     block = graphs.rebuild_block(leaves)
     x, _ = advance_states(block, x, states, count)
@@ -228,6 +242,10 @@ def _rerun_block(
     )
     chunk = min(asked.chunk, padded_len)
     few = min(asked.sinks, padded_len)
+    references = tuple(
+        _replace_reference_queries(block, x, each, length, count, first, chunk)
+        for each in references
+    )
     # If the last chunk would end beyond the padded length, its slice begins earlier; the previous chunk is masked.
     begin = jnp.minimum(first, padded_len - chunk)
     there = begin + jnp.arange(chunk, dtype=jnp.int32)
@@ -314,7 +332,29 @@ def _rerun_block(
         carry = (x, buffer, buffer, most)
         x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, run_token_block, carry)
     new = jnp.maximum(_slice_entries(peaks, begin, chunk), most[..., few:])
-    return x, lax.dynamic_update_slice_in_dim(peaks, new, begin, axis=2)
+    return x, lax.dynamic_update_slice_in_dim(peaks, new, begin, axis=2), references
+
+
+def _replace_reference_queries(
+    block: DecoderBlock,
+    x: Float[Array, "B N E"],
+    references: Float[Array, "B K G r D"],
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    first: Int[Array, ""],
+    chunk: int,
+) -> Float[Array, "B K G r D"]:
+    """Return reference queries, with those of a chunk's tokens from the tokens of the pass that repeat them."""
+    at = compute_reference_positions(length, references.shape[3])
+    # The chunk's tokens are the last valid ones.
+    begin = count - jnp.minimum(length - first, chunk)
+    index = jnp.clip(at - first + begin[:, None], 0, x.shape[1] - 1)
+    hidden = jnp.take_along_axis(x, index[..., None], axis=1)
+    dim = block.spec.get_head_dim(references.shape[4])
+    by = compute_rope_tables(length[:, None] + index, block.spec.rope, dim)
+    new = block.compute_rotated_queries(block.normalise_for_attention(hidden), by)
+    mine = (at >= first) & (at < first + chunk)
+    return jnp.where(mine[:, None, None, :, None], new, references)
 
 
 def _slice_entries(

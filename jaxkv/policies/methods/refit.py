@@ -30,10 +30,12 @@ class ValueRefit(Merger):
     Attributes:
         references: number of reference queries, of tokens spread evenly over the prompt.
         ridge: weight of the values' change: the number of queries that would attend to an entry alone.
+        repeats: the queries are those of tokens that repeat the prompt, and attend to all of it.
     """
 
     references: int = 128
     ridge: float = 1.0
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         validate_field(self, "references", validate_int, "give at least 1 query")
@@ -64,10 +66,12 @@ class ValueRefit(Merger):
             lambda each: all_gather_shards(each, "G", 2, seen.group_axes), given
         )
         # The pool's keys and values may be transformed, which changes no sum of values; `seen` has the model's keys.
+        last = (seen.length - 1)[:, None]
+        own = compute_reference_positions(seen.length, q.shape[3])
         change = attention.reduce_window_attention(
             q,
             seen.k,
-            compute_reference_positions(seen.length, q.shape[3]),
+            jnp.broadcast_to(last, own.shape) if self.repeats else own,
             self._compute_value_changes,
             v,
             kept,
@@ -125,4 +129,5 @@ class Refit(PolicyWrapper):
 
     def replace_base_parts(self, base: Parts) -> Parts:
         """Return the base's `Parts` with the merger `ValueRefit`."""
-        return base.replace(merge=self.create_part(ValueRefit))
+        repeats = base.needs.replay is not None
+        return base.replace(merge=self.create_part(ValueRefit, repeats=repeats))
