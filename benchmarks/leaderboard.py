@@ -5,7 +5,7 @@
     python -m benchmarks.leaderboard --page                the page alone, from what there is
 
 Settings are the tiny model on RULER with the question unseen and seen, the tiny model on long answers, whose tokens are
-read one by one as if sampled, and ten policies on SmolLM2 (needles with the question unseen, and loss). A share counts
+read one by one as if sampled, and twelve policies on SmolLM2 (needles with the question unseen, and loss). A share counts
 bytes of entries in 16 bits, so that a quantised store holds more entries. Windows are at most half of a budget.
 """
 
@@ -79,7 +79,7 @@ def settings(count: int, seed: int) -> dict[str, Setting]:
     """All settings by name, with so many samples per task."""
     ruler = Ruler(tasks=TASKS, lengths=(LENGTH,), wording="small", count=count, seed=seed)
     tiny = {"model": "tiny-retrieval", "task": ruler, "batch": count}
-    smol = {"model": "smollm2-135m-instruct", "only": TEN, "batch": 8}
+    smol = {"model": "smollm2-135m-instruct", "only": SOME, "batch": 8}
     return {
         "unseen": Setting(title="RULER, question unseen", how=How(agnostic=True), **tiny),
         "seen": Setting(title="RULER, question seen", **tiny),
@@ -112,7 +112,7 @@ def settings(count: int, seed: int) -> dict[str, Setting]:
     }
 
 
-TEN = (
+SOME = (
     "StreamingLLM",
     "SnapKV",
     "AdaKV",
@@ -120,6 +120,8 @@ TEN = (
     "H2O",
     "D2O",
     "KVzip",
+    "KVzip+",
+    "Refit over KVzip+",
     "KeyDiff",
     "Compactor",
     "LayerDefensiveKV",
@@ -151,6 +153,7 @@ def policies(entries: int, **fields: Any) -> dict[str, Policy | str]:
         **{cls.__name__: lambda cls=cls: cls(base=snap) for cls in over},
         "SimLayerKV": lambda: jaxkv.SimLayerKV(**watched, recent=max(4, entries // 4)),
         "KVzip+": lambda: jaxkv.KVzip(**fields, weighted=True),
+        "Refit over KVzip+": lambda: jaxkv.Refit(base=jaxkv.KVzip(**fields, weighted=True)),
         "KVzip, each layer": lambda: jaxkv.KVzip(**fields, over="layer"),
         "AdaKV over ExpectedAttention": lambda: jaxkv.AdaKV(base=expected),
         "CriticalKV over KeyDiff": lambda: jaxkv.CriticalKV(base=jaxkv.KeyDiff(**fields)),
