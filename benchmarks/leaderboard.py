@@ -5,8 +5,8 @@
     python -m benchmarks.leaderboard --page                the page alone, from what there is
 
 Settings are the tiny model on RULER with the question unseen and seen, the tiny model on long answers, whose tokens are
-read one by one as if sampled, and twelve policies on SmolLM2 (needles with the question unseen, and loss). A share counts
-bytes of entries in 16 bits, so that a quantised store holds more entries. Windows are at most half of a budget.
+read one by one as if sampled, and twelve policies on SmolLM2 (needles with the question unseen, and loss). A share
+counts bytes of entries in 16 bits, so that a quantised store holds more entries. Windows are at most half of a budget.
 """
 
 import argparse

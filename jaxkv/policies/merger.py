@@ -97,7 +97,7 @@ class Merger:
         """Number r of each prompt's queries, spread evenly over it, that merging reads; 0, the default, for none.
 
         `merge_evicted_entries` then receives `seen=`: the layer's `ScorerInputs`, with `seen.references`. Only prompts
-        have these.
+        have these. If the scorer needs a second pass, they are those of the tokens that repeat the prompt.
         """
         return 0
 

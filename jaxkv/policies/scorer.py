@@ -190,6 +190,7 @@ class Needs:
     Attributes:
         queries: w, for `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; 0 for none.
         references: r, for `[B, K, G, r, D]` rotated queries of r tokens spread evenly over each sequence; 0 for none.
+            With `replay`, of the tokens that repeat these, at positions after the sequence.
         sums: `f32[B, K, G, S]` attention that each key receives from all queries.
         norms: `f32[B, K, S]` L1 norms of values after the output projection, averaged over the group; in addition
             `seen.norm_totals`, `f32[B, K | 1, S]`, their sum over all kv heads that hold the entry's position.

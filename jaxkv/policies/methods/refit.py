@@ -103,11 +103,12 @@ class ValueRefit(Merger):
 class Refit(PolicyWrapper):
     """Keep the base policy's entries, with values fitted so that the prompt's attention outputs change least.
 
-    Kept entries stand for evicted ones. `Refit(base=AdaKV(budget=0.05))` lets heads compete first.
-    Values are fitted once, after the prompt.
+    Kept entries stand for evicted ones. Values are fitted once, after the prompt. Over bases that repeat the prompt,
+    such as `Refit(base=KVzip(budget=0.05, weighted=True))`, the queries are those of the repeating tokens, over others
+    the prompt's own.
 
     Attributes:
-        references: number of the prompt's queries whose outputs are fitted, of tokens spread evenly over it.
+        references: number of queries whose outputs are fitted, of tokens spread evenly over the prompt.
         ridge: weight of the values' change: the number of queries that would attend to an entry alone.
 
     References:
