@@ -90,8 +90,10 @@ def test_an_engine_observes_the_question_of_each_request(as_users_call, chatting
             engine.document(DOCUMENT)
         with pytest.raises(ValueError, match="window='question': token ids have no question"):
             engine.submit([1, 2, 3])
-    with pytest.raises(ValueError, match="window='question': the queries that slots store"):
+    with pytest.raises(ValueError, match="window='question': slots store queries"):
         jaxkv.Engine(chatting, policy=stands(budget=140, window="question", every=16), **limits)
+    with pytest.raises(ValueError, match="window='question': layers' budgets depend"):
+        jaxkv.Engine(chatting, policy=PyramidKV(budget=140, window="question"), **limits)
 
 
 def test_it_is_rejected_where_no_question_is_known(as_users_call, chatting):

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import operator
 import os
 import threading
 import time
@@ -31,6 +32,7 @@ from jaxkv.engine.sampling import (
     needs_extras,
 )
 from jaxkv.engine.session import Session
+from jaxkv.engine.slot_shape import compute_slot_shape
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
@@ -163,9 +165,6 @@ class Engine:
             params, largest, implementation=arguments.validate_implementation(implementation)
         )
         self.policy = self.session.policy if largest is given else given
-        recompresses = self.session.policy.composed.recompression_interval is not None
-        remedy = "the queries that slots store for every=n have one number: give it, such as 64"
-        require(not (self._asks_for_window and recompresses), "window", "question", remedy)
         self._grammars = GrammarCompiler(params)
         limits = resolve_token_limits(
             params.config,
@@ -182,6 +181,8 @@ class Engine:
         ends = len(params.end_token_ids) + MOST_STOP_IDS
         self._slots = Slots(self.session, count=count, ends=ends, start=False, **limits)
         self.limits = self._slots.shape
+        if self._asks_for_window:
+            self._require_any_window_fits()
         folder = None if documents is None else Path(os.path.expanduser(documents)).absolute()
         if document_bytes is None:
             left = memory.available_bytes(get_model_device(params)) - self._slots.needed
@@ -532,14 +533,38 @@ class Engine:
         """Return the session's policy, or that with the window of the prompt's question."""
         if document is not None or not self._asks_for_window:
             return self.session.policy
+        return self._fit_window(choose_question_window(prompt, self.session.params.text, raw=raw))
+
+    def _fit_window(self, size: int) -> Policy:
+        """Return the policy with a window of `size` tokens, fitted to the model."""
         params = self.session.params
-        size = choose_question_window(prompt, params.text, raw=raw)
         return resolve_policy_for_model(
             self.policy.set_question_window(size),
             params.config,
             params.filter_layers,
             dtype=params.cache_dtype,
         )
+
+    def _require_any_window_fits(self) -> None:
+        """Raise ValueError if slots store a window's queries, or shorter windows need more places than the longest."""
+        remedy = "slots store queries for every=n: give a number of tokens, such as 64"
+        interval = self.session.policy.composed.recompression_interval
+        require(interval is None, "window", "question", remedy)
+        params, at = self.session.params, self.limits
+        remedy = (
+            "layers' budgets depend on it, slots have one size: give a number of tokens, such as 64"
+        )
+        for size in (8, 16, 32, 64):
+            shape = compute_slot_shape(
+                self._fit_window(size).composed,
+                params.config,
+                prompt=at.prompt,
+                question=at.question,
+                new=at.new,
+                kv_shards=1 if params.axes is None else params.axes.count_axis_shards("K"),
+            )
+            fits = all(map(operator.le, shape.rows, at.rows))
+            require(fits, "window", "question", remedy)
 
     def _require_prompt_fits(self, tokens: int, document: Document | None) -> None:
         """Raise `PromptTooLong` if a prompt, or a question on a document, has more tokens than the engine accepts."""
