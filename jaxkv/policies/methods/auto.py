@@ -16,7 +16,7 @@ _SEEN: _Choice = ("criticalkv", {}, "it keeps what the prompt's last queries att
 _SEEN_SMALL: _Choice = ("cake", {}, "layers compete for the few entries")
 _LATER: _Choice = ("compactor", {}, "it scores entries by the prompt alone, in one pass")
 _LATER_LARGE: _Choice = ("kvzip", {"weighted": True}, "it keeps what repeating the prompt needs")
-_LONG: _Choice = ("rkv", {"every": 128}, "it scores new entries, too, and drops repeated ones")
+_LONG: _Choice = ("triattention", {}, "it scores new entries, too, for queries to come")
 # Shares of the prompt's entries below which layers compete, and from which the second pass pays.
 _SMALL, _LARGE = 0.05, 0.1
 
