@@ -11,13 +11,14 @@ from refusals_parts import Given, Odd, evicting, prefilled
 from test_user_policies import policy_of
 
 import jaxkv
-from jaxkv import AdaKV, ChunkKV, CriticalKV
+from jaxkv import AdaKV, ChunkKV, CriticalKV, Refit
 from jaxkv.models.config import LayerSpec
 from jaxkv.policies import (
     ByAttention,
     HeadBudgets,
     KeyNorm,
     LayerBudgets,
+    Merge,
     Needs,
     Scorer,
     SelectionOrder,
@@ -89,6 +90,28 @@ class ReadsUnasked(Scorer):
 def test_what_a_scorer_did_not_ask_for_is_named():
     with pytest.raises(AttributeError, match=r"seen\.sums: .*Needs\(sums=\.\.\.\)"):
         tiny.run(tiny.tiny(GQA), tiny.prompts(2, (40, 25)), policy_of(ReadsUnasked()))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsReferences(Scorer):
+    """Its scores come from four reference queries."""
+
+    needs: ClassVar[Needs] = Needs(references=4)
+
+    def score_entries(self, seen):
+        assert seen.references.shape[3] == 4
+        return jnp.einsum("bksd,bkgrd->bks", seen.k, seen.references)
+
+
+def test_scorers_and_mergers_read_equally_many_reference_queries():
+    model, ids = tiny.tiny(GQA), tiny.prompts(2, (40, 25))
+    plain, merged = (
+        tiny.run(model, ids, dataclasses.replace(policy_of(ReadsReferences()), merge=merge))[0]
+        for merge in (None, Merge())
+    )
+    assert tiny.kept(plain) == tiny.kept(merged)
+    with pytest.raises(ValueError, match=r"^merge=ValueRefit.*reads 4 reference queries"):
+        Refit(base=policy_of(ReadsReferences()), references=8)
 
 
 def test_a_scorer_may_change_what_another_sees():

@@ -297,7 +297,7 @@ class Parts:
         return dataclasses.replace(
             needs,
             queries=max(needs.queries, self.read.stored_query_count),
-            references=needs.references if self.merge is None else self.merge.reference_count,
+            references=needs.references or (self.merge.reference_count if self.merge else 0),
             sums=needs.sums or self.layers.needs_attention_sums,
             norms=needs.norms or self.heads.needs_value_norms,
             unrotated=needs.unrotated or self.rolling,

@@ -105,6 +105,10 @@ class Select:
         require(threshold is None or free, "threshold", threshold, remedy)
         remedy = "heads need one set of positions: use SharedHeads()"
         require(not self.nested or heads_share_positions(heads), "nested", self.nested, remedy)
+        count = self.scorer.needs.references
+        same = self.merge is None or not count or self.merge.reference_count in (0, count)
+        remedy = f"the scorer reads {count} reference queries: give the merger references={count}"
+        require(same, "merge", self.merge, remedy)
         equal = self.merge is None or heads.is_uniform or not self.merge.needs_equal_evictions
         remedy = (
             "a decision shared by heads needs as many evicted entries in each: use decision='token'"
