@@ -31,6 +31,11 @@ def test_the_parts_are_those_of_the_chosen_policy(question, answers):
     assert fewer.chosen.budget == 32 and type(fewer.chosen) is type(auto.chosen)
 
 
+def test_few_entries_that_are_chosen_again_are_no_layers_matter():
+    again = Auto(budget=0.02, every=16, grows=True).chosen
+    assert again.grows and type(again) is not type(Auto(budget=0.02).chosen)
+
+
 def test_facts_are_checked():
     with pytest.raises(ValueError, match=r"^question='ahead': .*'seen' or 'later'"):
         Auto(question="ahead")

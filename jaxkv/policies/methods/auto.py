@@ -46,7 +46,9 @@ class Auto(Policy):
             return _LONG
         share = self.budget if isinstance(self.budget, float) else None
         if self.question == "seen":
-            return _SEEN_SMALL if share is not None and share < _SMALL else _SEEN
+            # Layers do not compete again while decoding.
+            is_small = share is not None and share < _SMALL and self.every is None
+            return _SEEN_SMALL if is_small else _SEEN
         return _LATER_LARGE if share is not None and share >= _LARGE else _LATER
 
     @property
