@@ -105,7 +105,7 @@ def lost(found):
     return rows
 
 
-def draw(folder, dense, held, given, found, loss):
+def plot(folder, dense, held, given, found, loss):
     """Writes a picture of each measurement."""
     layers, shares = np.arange(len(held)), 100 * np.asarray(SHARES)
     chosen = (0, 1, len(held) // 2, len(held) - 2, len(held) - 1)
@@ -124,7 +124,7 @@ def draw(folder, dense, held, given, found, loss):
     losses["bound of uniform"] = layers, loss.bound[0, 0].mean((0, 2))
     maps = {f"layer {each}": np.log10(np.maximum(dense.maps[each], 1e-7)) + 7 for each in chosen}
     rows = {name: given[at, 0].mean(axis=0) for at, name in enumerate(POLICIES)}
-    drawn = {
+    panels = {
         "density": lambda figure: analysis.draw_maps(
             figure, maps, across="key, bins", down="query, bins", label="mean weight, log10 + 7"
         ),
@@ -141,7 +141,7 @@ def draw(folder, dense, held, given, found, loss):
             figure, losses, across="layer", up="eviction loss, L1", log="y"
         ),
     }
-    for name, into in drawn.items():
+    for name, into in panels.items():
         into(figure := Figure(figsize=(8, 3), layout="constrained"))
         figure.savefig(folder / f"analysis_{name}.png", dpi=150)
 
@@ -257,7 +257,7 @@ def main():
     }
     record.save(options.out / "analysis.json", results)
     (options.out / "analysis.md").write_text(told(results), encoding="utf-8")
-    draw(options.out, dense, held, given, found, loss)
+    plot(options.out, dense, held, given, found, loss)
     print(told(results))
 
 

@@ -31,7 +31,7 @@ def test_the_parts_are_those_of_the_chosen_policy(question, answers):
     assert fewer.chosen.budget == 32 and type(fewer.chosen) is type(auto.chosen)
 
 
-def test_few_entries_that_are_chosen_again_are_no_layers_matter():
+def test_recompression_is_chosen_without_layers_that_compete():
     again = Auto(budget=0.02, every=16, grows=True).chosen
     assert again.grows and type(again) is not type(Auto(budget=0.02).chosen)
 

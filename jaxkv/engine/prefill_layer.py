@@ -77,17 +77,13 @@ def layer(
     x, states = advance_states(block, x, block.make_empty_states(batch), length)
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
 
-    def compute_queries_at(positions: Int[Array, "B n"]) -> Float[Array, "B K G n D"]:
-        hidden = jnp.take_along_axis(x, positions[..., None], axis=1)
-        normed = block.normalise_for_attention(hidden)
-        return block.compute_rotated_queries(normed, table.gather_positions(positions))
-
-    window = compute_queries_at(jnp.maximum(q_positions, 0))
+    at = jnp.maximum(q_positions, 0)
+    window = compute_queries_at(block, x, at, table.gather_positions(at))
     size = choose_block_size(padded_len, _BLOCKS)
     extras = ExtraInputs()
     if needs.references:
         at = compute_reference_positions(length, needs.references)
-        extras["references"] = compute_queries_at(at)
+        extras["references"] = compute_queries_at(block, x, at, table.gather_positions(at))
     if needs.moments is not None:
         extras["moments"] = compute_prompt_query_moments(block, x, length, needs.moments, size=size)
     if needs.blocks is not None:
@@ -139,6 +135,14 @@ def layer(
         sink_logits=None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape)),
         states=states,
     )
+
+
+def compute_queries_at(
+    block: DecoderBlock, x: Float[Array, "B N E"], index: Int[Array, "B n"], by: RopeTables
+) -> Float[Array, "B K G n D"]:
+    """Return rotated queries of the tokens at `index` in hidden states `x`; `by` holds the angles of these tokens."""
+    hidden = jnp.take_along_axis(x, index[..., None], axis=1)
+    return block.compute_rotated_queries(block.normalise_for_attention(hidden), by)
 
 
 def advance_states(

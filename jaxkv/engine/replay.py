@@ -22,7 +22,7 @@ from jaxkv.attention.steps import GatheredEntries
 from jaxkv.attention.xla import SegmentRanges, exact_einsum
 from jaxkv.engine.embedding import embed_tokens
 from jaxkv.engine.layers.sliding_window import attend_sliding_window
-from jaxkv.engine.prefill_layer import LayerOut, advance_states
+from jaxkv.engine.prefill_layer import LayerOut, advance_states, compute_queries_at
 from jaxkv.engine.progress import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder_blocks import DecoderBlock
@@ -349,10 +349,9 @@ def _replace_reference_queries(
     # The chunk's tokens are the last valid ones.
     begin = count - jnp.minimum(length - first, chunk)
     index = jnp.clip(at - first + begin[:, None], 0, x.shape[1] - 1)
-    hidden = jnp.take_along_axis(x, index[..., None], axis=1)
     dim = block.spec.get_head_dim(references.shape[4])
     by = compute_rope_tables(length[:, None] + index, block.spec.rope, dim)
-    new = block.compute_rotated_queries(block.normalise_for_attention(hidden), by)
+    new = compute_queries_at(block, x, index, by)
     mine = (at >= first) & (at < first + chunk)
     return jnp.where(mine[:, None, None, :, None], new, references)
 
