@@ -206,7 +206,7 @@ def test_filter_layers_are_the_best_of_all_sets(m, adjacent, most):
             scores[chosen] = np.mean([found.mass[s, at] for at, s in reads if s != WHOLE])
     assert found.filters == max(scores, key=scores.get)
     assert found.carried == pytest.approx(scores[found.filters])
-    jaxkv.OmniKV(filter_layers=found.filters, adjacent=adjacent).fill_model_fields(6, None)
+    jaxkv.OmniKV(filter_layers=found.filters, adjacent=adjacent).fill_model_fields(DEEP, None)
 
 
 def test_a_policy_that_draws_takes_a_seed_or_a_key():

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv import H2O, FullKV, OmniKV, Session, SnapKV
+from jaxkv import D2O, H2O, FullKV, OmniKV, Session, SnapKV
 from jaxkv.testing import segments
 
 GQA = tiny.TWO_LAYERS
@@ -64,6 +64,22 @@ def test_chunks_of_any_size_give_the_same_rows():
         np.testing.assert_allclose(np.asarray(parts.logits), np.asarray(whole.logits), atol=1e-4)
         assert tiny.kept(parts) == tiny.kept(whole)
     assert leaves(cache) == before
+
+
+@pytest.mark.parametrize("policy", [H2O(budget=20), D2O(budget=20), H2O(budget=30)])
+def test_tokens_that_evict_take_the_places_of_what_they_evict(policy):
+    session = Session(tiny.tiny(GQA), policy)
+    more = tiny.prompts(3, (60, 41))
+    # A budget of 30 leaves the second prompt free places.
+    cache = session.prefill(IDS, new=60)
+    apart = session.extend(cache, more, chunk=1)
+    read = session.extend(cache, more, chunk=1, donate=True)
+    places = [pool.k.shape[1] for pool in read.pools]
+    assert max(places) <= max(pool.k.shape[1] for pool in session.prefill(IDS, new=60).pools)
+    for one, other in zip(segments(apart), segments(read), strict=True):
+        np.testing.assert_array_equal(one[-1], other[-1])
+        assert one[:3] == other[:3]
+    np.testing.assert_allclose(read.logits, apart.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_one_cache_serves_many_prompts():

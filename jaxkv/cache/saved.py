@@ -109,7 +109,7 @@ def _require_same_policy(given: Policy, encoded: Any, config: ModelConfig) -> Po
         ValueError
     ):  # A policy that rejects this number of layers is another one.
         given = given.fill_model_fields(
-            config.layers, tuple(filters) if isinstance(filters, list) else None
+            config, tuple(filters) if isinstance(filters, list) else None
         )
         given = fit_store(given, config)
     budget = given.composed.budget

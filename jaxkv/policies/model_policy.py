@@ -38,7 +38,7 @@ def resolve_policy_for_model(
         ValueError: if the model does not support the policy.
         TypeError: for anything but a policy.
     """
-    policy = resolve_policy(given, field=field).fill_model_fields(config.layers, filters)
+    policy = resolve_policy(given, field=field).fill_model_fields(config, filters)
     policy = fit_store(policy, config)
     policy.composed.require_fits_model(config)
     return _convert_byte_budget(policy, config, dtype)

@@ -16,6 +16,7 @@ from jaxkv._checks import (
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import (
     Budget,
     ShareBudget,
@@ -217,11 +218,11 @@ class Policy:
         }
         return Parts.create_from_fields(scorer=scorer, **(usual | parts))
 
-    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> "Policy":
+    def fill_model_fields(self, config: ModelConfig, found: tuple[int, ...] | None) -> "Policy":
         """Return the policy with model-dependent fields filled in, such as filter layers; itself by default.
 
         Args:
-            layers: L.
+            config: the model's sizes.
             found: the model's filter layers, if known.
 
         Returns:

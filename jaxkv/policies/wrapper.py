@@ -8,6 +8,7 @@ from jaxkv._checks import is_strictly_equal
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, get_store_class
 from jaxkv.policies.head_budgets import (
     AdaptiveHeads,
@@ -57,10 +58,10 @@ class _DerivedPolicy(Policy):
         """Base policy as an instance, created from its name or class if necessary; None without a base."""
         return None if self.base is None else resolve_policy(self.base, field="base")
 
-    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
+    def fill_model_fields(self, config: ModelConfig, found: tuple[int, ...] | None) -> Policy:
         """Return the policy with its base's model-dependent fields, such as filter layers, set; itself if unchanged."""
         its = (
-            None if self.base_policy is None else self.base_policy.fill_model_fields(layers, found)
+            None if self.base_policy is None else self.base_policy.fill_model_fields(config, found)
         )
         return self if its is self.base_policy else dataclasses.replace(self, base=its)
 

@@ -1,24 +1,33 @@
 """Auto: choose a policy by what is known of the requests."""
 
+import bisect
+import contextlib
 import functools
-from typing import Any
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register, resolve_policy
 from jaxkv.policies.wrapper import collect_given_fields
 
-# Name, fields of its own, and reason of each choice.
-_Choice = tuple[str, dict[str, Any], str]
-_SEEN: _Choice = ("criticalkv", {}, "it keeps what the prompt's last queries attend to")
-_SEEN_SMALL: _Choice = ("cake", {}, "layers compete for the few entries")
-_LATER: _Choice = ("compactor", {}, "it scores entries by the prompt alone, in one pass")
-_LATER_LARGE: _Choice = ("kvzip", {"weighted": True}, "it keeps what repeating the prompt needs")
-_LONG: _Choice = ("triattention", {}, "it scores new entries, too, for queries to come")
-# Shares of the prompt's entries below which layers compete, and from which the second pass pays.
-_SMALL, _LARGE = 0.05, 0.1
+# Name and reason of each choice.
+_Choice = tuple[str, str]
+_SEEN: _Choice = ("criticalkv", "it keeps what the prompt's last queries attend to")
+_LATER: _Choice = ("compactor", "it scores entries by the prompt alone, in one pass")
+_LONG: _Choice = ("triattention", "it scores new entries, too, for queries to come")
+_REPEATED: _Choice = ("kvgrad", "it keeps what repeating the prompt needs, told by gradients")
+# Shares of the prompt's entries that part the best choices.
+_SHARES = (0.05, 0.25)
+_BEST: dict[str, tuple[_Choice, ...]] = {
+    "seen": (
+        ("cake", "layers compete for the few entries"),
+        _SEEN,
+        ("chunkkv", "it keeps whole chunks that the prompt's last queries attend to"),
+    ),
+    "later": (_LATER, _REPEATED, _LATER),
+}
 
 
 @register
@@ -26,9 +35,11 @@ _SMALL, _LARGE = 0.05, 0.1
 class Auto(Policy):
     """Choose the policy that scored best, by two facts about requests: where the question is, how long answers are.
 
-    The choice follows the leaderboard's scores of small models. `chosen` is the policy, `reason` says why.
+    The choice follows the leaderboard's scores of small models. `chosen` is the policy, `reason` says why. A model that
+    does not support it, such as one with experts, which have no gradients, gets CriticalKV or, for a later question,
+    Compactor. These are also the choice for budgets that are no share.
 
-    A later question and a share of 10 % or more choose KVzip+, whose prefill takes three times FullKV's time.
+    A later question and a share from 5 % to below 25 % choose KVGrad, whose prefill takes nine times FullKV's time.
 
     Attributes:
         question: "seen" if the question ends the prompt, "later" if it follows when the prompt is compressed.
@@ -41,35 +52,51 @@ class Auto(Policy):
     paper = "jaxkv's own"
 
     @property
-    def _choice(self) -> _Choice:
+    def _usual(self) -> _Choice:
+        """Choice without a share of entries, and for models that do not support the best one."""
         if self.answers == "long":
             return _LONG
-        share = self.budget if isinstance(self.budget, float) else None
-        if self.question == "seen":
-            # Layers do not compete again while decoding.
-            is_small = share is not None and share < _SMALL and self.every is None
-            return _SEEN_SMALL if is_small else _SEEN
-        return _LATER_LARGE if share is not None and share >= _LARGE else _LATER
+        return _SEEN if self.question == "seen" else _LATER
+
+    @property
+    def _best(self) -> _Choice:
+        share = self.budget
+        # Entries that are chosen again while decoding were not measured.
+        measured = self.answers == "short" and self.every is None
+        if not (measured and isinstance(share, float)):
+            return self._usual
+        return _BEST[self.question][bisect.bisect(_SHARES, share)]
+
+    def _choose(self, *configs: ModelConfig) -> tuple[Policy, str]:
+        """Return the best policy, or the usual one if that rejects the fields given here or a model; and the reason."""
+        fields = collect_given_fields(self)
+        name, reason = self._best
+        with contextlib.suppress(ValueError):
+            policy = resolve_policy(name, options=fields)
+            for config in configs:
+                policy.composed.require_fits_model(config)
+            return policy, reason
+        name, reason = self._usual
+        return resolve_policy(name, options=fields), reason
 
     @property
     def reason(self) -> str:
         """Why `chosen` was chosen, a clause."""
-        return self._choice[2]
+        return self._choose()[1]
 
     @functools.cached_property
     def chosen(self) -> Policy:
         """The chosen policy, with the budget and the shared fields given here."""
-        name, fields, _ = self._choice
-        return resolve_policy(name, options=fields | collect_given_fields(self))
+        return self._choose()[0]
 
     def _check_fields(self) -> None:
         for name, known in (("question", ("seen", "later")), ("answers", ("short", "long"))):
             given = getattr(self, name)
             require(given in known, name, given, f"unknown: give {' or '.join(map(repr, known))}")
 
-    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
+    def fill_model_fields(self, config: ModelConfig, found: tuple[int, ...] | None) -> Policy:
         """Return the chosen policy, filled in: saved caches name it, and no later version chooses another for them."""
-        return self.chosen.fill_model_fields(layers, found)
+        return self._choose(config)[0].fill_model_fields(config, found)
 
     def build_policy_parts(self) -> Parts:
         """Return the chosen policy's `Parts`."""

@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.reads import FilteredReads, OffloadedReads, QueryWeighting
@@ -65,13 +66,13 @@ class OmniKV(SparseReadPolicy):
         once = self.base_policy is None or not generated
         require(once, "include_generated", generated, remedy)
 
-    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
+    def fill_model_fields(self, config: ModelConfig, found: tuple[int, ...] | None) -> Policy:
         """Return OmniKV with filter layers `found` if it has none, base adapted too; ValueError without any."""
         if self.filter_layers is not None:
-            return super().fill_model_fields(layers, found)
+            return super().fill_model_fields(config, found)
         remedy = "none are known for this model: run `jaxkv filters`, or give filter_layers=(2, 8, 18), for example"
         require(found is not None, "filter_layers", None, remedy)
-        return dataclasses.replace(self, filter_layers=found).fill_model_fields(layers, found)
+        return dataclasses.replace(self, filter_layers=found).fill_model_fields(config, found)
 
 
 @register
