@@ -8,6 +8,8 @@ import tiny
 
 import jaxkv
 from jaxkv import Auto, cli
+from jaxkv.models.values import ExpertsConfig
+from jaxkv.policies.model_policy import resolve_policy_for_model
 
 FACTS = [*itertools.product(("seen", "later"), ("short", "long"))]
 GQA = tiny.shape(layers=2, kv_heads=2, group=2, dim=16)
@@ -34,6 +36,27 @@ def test_the_parts_are_those_of_the_chosen_policy(question, answers):
 def test_recompression_is_chosen_without_layers_that_compete():
     again = Auto(budget=0.02, every=16, grows=True).chosen
     assert again.grows and type(again) is not type(Auto(budget=0.02).chosen)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.049, 0.05, 0.1, 0.249, 0.25, 1.0])
+@pytest.mark.parametrize("question", ["seen", "later"])
+def test_shares_of_one_band_have_one_choice(share, question):
+    bands = {
+        "seen": (jaxkv.CAKE, jaxkv.CriticalKV, jaxkv.ChunkKV),
+        "later": (jaxkv.Compactor, jaxkv.KVGrad, jaxkv.Compactor),
+    }
+    at = (share >= 0.05) + (share >= 0.25)
+    assert type(Auto(budget=share, question=question).chosen) is bands[question][at]
+
+
+def test_a_model_or_store_that_the_best_rejects_gets_the_usual_choice():
+    experts = dataclasses.replace(GQA, experts=ExpertsConfig(count=4, chosen=2))
+    auto = Auto(budget=0.1, question="later")
+    for config, expected in ((GQA, jaxkv.KVGrad), (experts, jaxkv.Compactor)):
+        assert resolve_policy_for_model(auto, config, dtype="float32") == expected(budget=0.1)
+    few = Auto(budget=0.02, store="int4-residual")
+    assert few.chosen == jaxkv.CriticalKV(budget=0.02, store="int4-residual")
+    assert few.reason == Auto(budget=64).reason != Auto(budget=0.02).reason
 
 
 def test_facts_are_checked():

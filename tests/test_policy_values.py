@@ -216,7 +216,7 @@ def test_what_follows_from_a_field_follows_its_replacement():
     assert cam.build_policy_parts().merge == ValueMerge(window=16, start=0.5)
     omni = dataclasses.replace(OmniKV(filter_layers=(0,)), mem=0.5)
     assert omni.build_policy_parts().read.mem == 0.5
-    found = OmniKV(base=SnapKV(budget=40)).fill_model_fields(tiny.shape(layers=3), (0,))
+    found = OmniKV(base=SnapKV(budget=40)).fill_model_fields(GQA, (0,))
     assert dataclasses.replace(found, base=SnapKV(budget=50)).composed.budget == EntryBudget(50)
 
 

@@ -17,7 +17,7 @@ _Choice = tuple[str, str]
 _SEEN: _Choice = ("criticalkv", "it keeps what the prompt's last queries attend to")
 _LATER: _Choice = ("compactor", "it scores entries by the prompt alone, in one pass")
 _LONG: _Choice = ("triattention", "it scores new entries, too, for queries to come")
-_REPEATED: _Choice = ("kvgrad", "it keeps what repeating the prompt needs, told by gradients")
+_REPEATED: _Choice = ("kvgrad", "it keeps what repeating the prompt needs, by gradients")
 # Shares of the prompt's entries that part the best choices.
 _SHARES = (0.05, 0.25)
 _BEST: dict[str, tuple[_Choice, ...]] = {
