@@ -70,14 +70,14 @@ class Auto(Policy):
     def _choose(self, *configs: ModelConfig) -> tuple[Policy, str]:
         """Return the best policy, or the usual one if that rejects the fields given here or a model; and the reason."""
         fields = collect_given_fields(self)
+        usual, its_reason = self._usual
         name, reason = self._best
         with contextlib.suppress(ValueError):
             policy = resolve_policy(name, options=fields)
             for config in configs:
                 policy.composed.require_fits_model(config)
-            return policy, reason
-        name, reason = self._usual
-        return resolve_policy(name, options=fields), reason
+            return policy, reason if name == usual else f"{reason}; {usual} if a model rejects it"
+        return resolve_policy(usual, options=fields), its_reason
 
     @property
     def reason(self) -> str:
