@@ -107,7 +107,7 @@ ROWS = [
     *options(TOVA, {"per_head": "no"}),
     *options(StreamingLLM, {"merge": Merge(), "rolling_positions": True}),
     *options(PyramidInfer, {"every": 5}, {"layers": VarianceLayers()}),
-    *options(CaM, {"merge": Merge()}),
+    *options(CaM, {"every": 8}, {"merge": Merge()}),
     *options(Merge, {"metric": "norm"}, {"threshold": float("nan")}),
     *options(VarianceLayers, {"statistic": "std"}, {"dense_layers": (1.5,)}),
     *options(D2O, {"recent": 1.5}, {"official": 1}),

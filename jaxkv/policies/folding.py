@@ -372,6 +372,8 @@ class ValueMerge(Merger):
     """
 
     depends_on_other_heads = True
+    # Another compression would add the sums again.
+    only_prompts = True
 
     window: int = 32
     start: float = 0.1

@@ -102,6 +102,11 @@ class Merger:
         return 0
 
     @property
+    def only_prompts(self) -> bool:
+        """True if recompressed caches cannot be merged; by default if merging reads queries."""
+        return self.reference_count > 0
+
+    @property
     def compared_tensors(self) -> tuple[str, ...]:
         """Tensors ("k", "v") whose cosines find the entry to merge into; (), the default: none while decoding.
 

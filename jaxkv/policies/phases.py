@@ -186,9 +186,9 @@ class Recompress:
         require(free or not (anew and self.rank.stores_scores), "smoothing", self.rank, remedy)
         needs = scorer.needs
         once = anew and bool(needs.replay or needs.gate or scorer.has_first_stage)
-        refits = select.merge is not None and select.merge.reference_count > 0
-        remedy = f"{select.merge if refits else scorer} needs inputs of the prompt that no cache holds: give every=None"
-        never = once or refits or bool(needs.blocks or needs.references)
+        merges = select.merge is not None and select.merge.only_prompts
+        remedy = f"{select.merge if merges else scorer} needs the prompt as it was: give every=None"
+        never = once or merges or bool(needs.blocks or needs.references)
         require(not never, "every", self.every, remedy)
         forgets = anew and needs.moments is not None and not needs.queries
         remedy = f"{scorer} needs the mean of queries, and the cache holds none: give remembered=256, for example"
