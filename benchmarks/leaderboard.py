@@ -12,7 +12,7 @@ counts bytes of entries in 16 bits, so that a quantised store holds more entries
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,9 @@ def _made(make: Callable[[], Policy]) -> Policy | str:
         return str(error)
 
 
-def rows(setting: Setting) -> dict[str, Policy | str]:
-    """Policies of a setting, or why there is none, by the title of their cell."""
+def rows(setting: Setting, wanted: Collection[str]) -> dict[str, Policy | str]:
+    """Those wanted of all policies, or why there is none, by the title of their cell; by default the setting's."""
+    only = wanted or setting.only
     found: dict[str, Policy | str] = {FULL: jaxkv.FullKV()}
     for share in BUDGETS:
         entries = round(share * LENGTH)
@@ -182,9 +183,7 @@ def rows(setting: Setting) -> dict[str, Policy | str]:
         if setting.decoding:
             made = while_decoding(made, entries)
         found |= {
-            f"{name} @ {share}": policy
-            for name, policy in made.items()
-            if not setting.only or name in setting.only
+            f"{name} @ {share}": policy for name, policy in made.items() if not only or name in only
         }
     return found
 
@@ -269,7 +268,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10, help="samples per task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="one setting, by name")
-    parser.add_argument("--policies", help="some policies, by name, separated by ';'")
+    parser.add_argument("--policies", help="some of all policies, by name, separated by ';'")
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "leaderboard.json")
     options = parser.parse_args()
@@ -283,9 +282,9 @@ def main() -> None:
             continue
         params = jaxkv.load(setting.model)
         cells = every.setdefault(name, {})
-        wanted = options.policies and {FULL, *options.policies.split(";")}
-        for title, policy in rows(setting).items():
-            if title in cells or (wanted and title.partition(" @ ")[0] not in wanted):
+        wanted = options.policies.split(";") if options.policies else ()
+        for title, policy in rows(setting, wanted).items():
+            if title in cells:
                 continue
             start = time.perf_counter()
             cells[title] = run(params, setting, policy)
