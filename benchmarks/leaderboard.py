@@ -182,6 +182,10 @@ def rows(setting: Setting, wanted: Collection[str]) -> dict[str, Policy | str]:
         made = policies(entries)
         if setting.decoding:
             made = while_decoding(made, entries)
+        if "Auto" in wanted:
+            question = "later" if setting.how.agnostic else "seen"
+            answers = "long" if setting.decoding else "short"
+            made["Auto"] = jaxkv.Auto(budget=share, question=question, answers=answers)
         found |= {
             f"{name} @ {share}": policy for name, policy in made.items() if not only or name in only
         }

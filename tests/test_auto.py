@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import tiny
 
@@ -38,7 +39,7 @@ def test_recompression_is_chosen_without_layers_that_compete():
     assert again.grows and type(again) is not type(Auto(budget=0.02).chosen)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.049, 0.05, 0.1, 0.249, 0.25, 1.0])
+@pytest.mark.parametrize("share", [0.02, 0.049, 0.05, 0.099, 0.1, 0.249, 0.25, 1.0])
 @pytest.mark.parametrize("question", ["seen", "later"])
 def test_shares_of_one_band_have_one_choice(share, question):
     bands = {
@@ -47,6 +48,13 @@ def test_shares_of_one_band_have_one_choice(share, question):
     }
     at = (share >= 0.05) + (share >= 0.25)
     assert type(Auto(budget=share, question=question).chosen) is bands[question][at]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.25])
+def test_windows_leave_places_in_a_thousand_tokens(share):
+    length = np.asarray([1024])
+    kept = Auto(budget=share).composed.keep.count_always_kept(length)
+    assert kept.max() < 0.5 * share * 1024
 
 
 def test_a_model_or_store_that_the_best_rejects_gets_the_usual_choice():

@@ -3,30 +3,52 @@
 import bisect
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from jaxkv._dataclasses import frozen_dataclass
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
+from jaxkv.policies.methods.cake import CAKE
+from jaxkv.policies.methods.chunkkv import ChunkKV
+from jaxkv.policies.methods.compactor import Compactor
+from jaxkv.policies.methods.criticalkv import CriticalKV
+from jaxkv.policies.methods.kvzip import KVGrad
+from jaxkv.policies.methods.snapkv import SnapKV
+from jaxkv.policies.methods.triattention import TriAttention
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import register, resolve_policy
+from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import collect_given_fields
 
-# Name and reason of each choice.
-_Choice = tuple[str, str]
-_SEEN: _Choice = ("criticalkv", "it keeps what the prompt's last queries attend to")
-_LATER: _Choice = ("compactor", "it scores entries by the prompt alone, in one pass")
-_LONG: _Choice = ("triattention", "it scores new entries, too, for queries to come")
-_REPEATED: _Choice = ("kvgrad", "it keeps what repeating the prompt needs, by gradients")
+# Builds a policy of shared fields; why.
+_Choice = tuple[Callable[..., Policy], str]
+_SEEN: _Choice = (CriticalKV, "it keeps what the prompt's last queries attend to")
+_LATER: _Choice = (Compactor, "it scores entries by the prompt alone, in one pass")
+_LONG: _Choice = (TriAttention, "it scores new entries, too, for queries to come")
+_REPEATED: _Choice = (KVGrad, "it keeps what repeating the prompt needs, by gradients")
+
+
+def _compete_by_layer(**fields: Any) -> Policy:
+    """CAKE, whose window leaves places in 2 % of 1,000 tokens."""
+    return CAKE(window=8, **fields)
+
+
+def _watch_few(**fields: Any) -> Policy:
+    """CriticalKV, whose window leaves places in 5 % of 1,000 tokens."""
+    return CriticalKV(base=SnapKV(window=16, **fields))
+
+
 # Shares of the prompt's entries that part the best choices.
-_SHARES = (0.05, 0.25)
+_SHARES = (0.05, 0.1, 0.25)
 _BEST: dict[str, tuple[_Choice, ...]] = {
     "seen": (
-        ("cake", "layers compete for the few entries"),
+        (_compete_by_layer, "layers compete for the few entries"),
+        (_watch_few, _SEEN[1]),
         _SEEN,
-        ("chunkkv", "it keeps whole chunks that the prompt's last queries attend to"),
+        (ChunkKV, "it keeps whole chunks that the prompt's last queries attend to"),
     ),
-    "later": (_LATER, _REPEATED, _LATER),
+    "later": (_LATER, _REPEATED, _REPEATED, _LATER),
 }
 
 
@@ -35,11 +57,12 @@ _BEST: dict[str, tuple[_Choice, ...]] = {
 class Auto(Policy):
     """Choose the policy that scored best, by two facts about requests: where the question is, how long answers are.
 
-    The choice follows the leaderboard's scores of small models. `chosen` is the policy, `reason` says why. A model that
-    does not support it, such as one with experts, which have no gradients, gets CriticalKV or, for a later question,
-    Compactor. These are also the choice for budgets that are no share.
+    The choice follows the leaderboard's scores of small models. `chosen` is the policy, `reason` says why. For short
+    answers a model that does not support it, such as one with experts, which have no gradients, gets CriticalKV or, for
+    a later question, Compactor. These are also the choice for budgets that are no share.
 
-    A later question and a share from 5 % to below 25 % choose KVGrad, whose prefill takes nine times FullKV's time.
+    A later question and a share from 5 % to below 25 % choose KVGrad, whose prefill takes nine times FullKV's time and
+    needs a tokenizer. Small shares have smaller windows.
 
     Attributes:
         question: "seen" if the question ends the prompt, "later" if it follows when the prompt is compressed.
@@ -53,7 +76,7 @@ class Auto(Policy):
 
     @property
     def _usual(self) -> _Choice:
-        """Choice without a share of entries, and for models that do not support the best one."""
+        """Choice without a share of entries, and where the best one is rejected."""
         if self.answers == "long":
             return _LONG
         return _SEEN if self.question == "seen" else _LATER
@@ -70,14 +93,16 @@ class Auto(Policy):
     def _choose(self, *configs: ModelConfig) -> tuple[Policy, str]:
         """Return the best policy, or the usual one if that rejects the fields given here or a model; and the reason."""
         fields = collect_given_fields(self)
+        build, reason = self._best
         usual, its_reason = self._usual
-        name, reason = self._best
         with contextlib.suppress(ValueError):
-            policy = resolve_policy(name, options=fields)
+            policy = build(**fields)
             for config in configs:
                 policy.composed.require_fits_model(config)
-            return policy, reason if name == usual else f"{reason}; {usual} if a model rejects it"
-        return resolve_policy(usual, options=fields), its_reason
+            if build is not usual:
+                reason = f"{reason}; {usual.__name__} if a model rejects it"
+            return policy, reason
+        return usual(**fields), its_reason
 
     @property
     def reason(self) -> str:
