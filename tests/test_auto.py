@@ -44,7 +44,7 @@ def test_recompression_is_chosen_without_layers_that_compete():
 def test_shares_of_one_band_have_one_choice(share, question):
     bands = {
         "seen": (jaxkv.CAKE, jaxkv.CriticalKV, jaxkv.ChunkKV),
-        "later": (jaxkv.Compactor, jaxkv.KVGrad, jaxkv.Compactor),
+        "later": (jaxkv.Compactor, jaxkv.KVGrad, jaxkv.KVzip),
     }
     at = (share >= 0.05) + (share >= 0.25)
     assert type(Auto(budget=share, question=question).chosen) is bands[question][at]

@@ -13,7 +13,7 @@ from jaxkv.policies.methods.cake import CAKE
 from jaxkv.policies.methods.chunkkv import ChunkKV
 from jaxkv.policies.methods.compactor import Compactor
 from jaxkv.policies.methods.criticalkv import CriticalKV
-from jaxkv.policies.methods.kvzip import KVGrad
+from jaxkv.policies.methods.kvzip import KVGrad, KVzip
 from jaxkv.policies.methods.snapkv import SnapKV
 from jaxkv.policies.methods.triattention import TriAttention
 from jaxkv.policies.parts import Parts
@@ -26,7 +26,7 @@ _Choice = tuple[Callable[..., Policy], str]
 _SEEN: _Choice = (CriticalKV, "it keeps what the prompt's last queries attend to")
 _LATER: _Choice = (Compactor, "it scores entries by the prompt alone, in one pass")
 _LONG: _Choice = (TriAttention, "it scores new entries, too, for queries to come")
-_REPEATED: _Choice = (KVGrad, "it keeps what repeating the prompt needs, by gradients")
+_REPEATS = "it keeps what repeating the prompt needs"
 
 
 def _compete_by_layer(**fields: Any) -> Policy:
@@ -39,6 +39,11 @@ def _watch_few(**fields: Any) -> Policy:
     return CriticalKV(base=SnapKV(window=16, **fields))
 
 
+def _repeat_prompt(**fields: Any) -> Policy:
+    """KVzip+."""
+    return KVzip(weighted=True, **fields)
+
+
 # Shares of the prompt's entries that part the best choices.
 _SHARES = (0.05, 0.1, 0.25)
 _BEST: dict[str, tuple[_Choice, ...]] = {
@@ -48,7 +53,12 @@ _BEST: dict[str, tuple[_Choice, ...]] = {
         _SEEN,
         (ChunkKV, "it keeps whole chunks that the prompt's last queries attend to"),
     ),
-    "later": (_LATER, _REPEATED, _REPEATED, _LATER),
+    "later": (
+        _LATER,
+        (KVGrad, f"{_REPEATS}, by gradients"),
+        (KVGrad, f"{_REPEATS}, by gradients"),
+        (_repeat_prompt, _REPEATS),
+    ),
 }
 
 
@@ -61,8 +71,8 @@ class Auto(Policy):
     answers a model that does not support it, such as one with experts, which have no gradients, gets CriticalKV or, for
     a later question, Compactor. These are also the choice for budgets that are no share.
 
-    A later question and a share from 5 % to below 25 % choose KVGrad, whose prefill takes nine times FullKV's time and
-    needs a tokenizer. Small shares have smaller windows.
+    A later question chooses KVGrad from 5 % to below 25 %, and KVzip+ from there on. Their prefill takes nine and three
+    times FullKV's time and needs a tokenizer. Small shares have smaller windows.
 
     Attributes:
         question: "seen" if the question ends the prompt, "later" if it follows when the prompt is compressed.
