@@ -77,7 +77,7 @@ POLICIES = {
 }
 
 
-def drawn_calls(seed, count):
+def sample_calls(seed, count):
     """Specifications of calls, as JSON has them."""
     rng = random.Random(seed)
     calls = []
@@ -198,7 +198,7 @@ def main():
         print(json.dumps(run(model, json.loads(args.one))))
         return
     kinds, rng, begin = (
-        drawn_calls(args.seed, args.kinds),
+        sample_calls(args.seed, args.kinds),
         random.Random(args.seed),
         time.perf_counter(),
     )

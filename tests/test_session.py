@@ -10,6 +10,7 @@ import tiny
 
 import jaxkv
 from jaxkv import D2O, H2O, FullKV, OmniKV, Session, SnapKV
+from jaxkv.cache import repack_cache
 from jaxkv.testing import segments
 
 GQA = tiny.TWO_LAYERS
@@ -72,14 +73,16 @@ def test_tokens_that_evict_take_the_places_of_what_they_evict(policy):
     more = tiny.prompts(3, (60, 41))
     # A budget of 30 leaves the second prompt free places.
     cache = session.prefill(IDS, new=60)
-    apart = session.extend(cache, more, chunk=1)
+    before = [pool.k.shape[1] for pool in cache.pools]
+    roomy = session.extend(repack_cache(cache, headroom=64), more, chunk=1, donate=True)
+    copied = session.extend(cache, more, chunk=1)
     read = session.extend(cache, more, chunk=1, donate=True)
-    places = [pool.k.shape[1] for pool in read.pools]
-    assert max(places) <= max(pool.k.shape[1] for pool in session.prefill(IDS, new=60).pools)
-    for one, other in zip(segments(apart), segments(read), strict=True):
-        np.testing.assert_array_equal(one[-1], other[-1])
-        assert one[:3] == other[:3]
-    np.testing.assert_allclose(read.logits, apart.logits, rtol=1e-5, atol=1e-5)
+    assert [pool.k.shape[1] for pool in read.pools] == before
+    for found in (copied, read):
+        for one, other in zip(segments(roomy), segments(found), strict=True):
+            np.testing.assert_array_equal(one[-1], other[-1])
+            assert one[:3] == other[:3]
+        np.testing.assert_allclose(found.logits, roomy.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_one_cache_serves_many_prompts():

@@ -105,9 +105,8 @@ def _require_same_policy(given: Policy, encoded: Any, config: ModelConfig) -> Po
     fields = encoded.get("fields") if isinstance(encoded, dict) else None
     # The manifest has the model's filter layers if the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None
-    with contextlib.suppress(
-        ValueError
-    ):  # A policy that rejects this number of layers is another one.
+    # A policy that rejects this model is another one.
+    with contextlib.suppress(ValueError):
         given = given.fill_model_fields(
             config, tuple(filters) if isinstance(filters, list) else None
         )

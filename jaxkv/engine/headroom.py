@@ -127,6 +127,12 @@ def count_steps_until_full(cache: KVCache) -> int:
     )
 
 
+def count_places_for_evicting_tokens(cache: KVCache, tokens: int) -> int:
+    """Return how many free places every segment needs for `tokens` that evict an entry each at the segment's limit."""
+    to_limit = int(_count_entries_to_limit(cache).max())
+    return min(tokens, max(0, to_limit) + 1)
+
+
 def prepare_cache_for_decoding(
     flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyArray
 ) -> KVCache:

@@ -21,7 +21,7 @@ from jaxkv.engine.decode_loop import DecodeLoop
 from jaxkv.engine.headroom import (
     MOST_AHEAD,
     compute_prefill_headroom,
-    count_steps_until_full,
+    count_places_for_evicting_tokens,
     fork_cache,
     make_headroom,
     prepare_cache_for_decoding,
@@ -311,12 +311,10 @@ class Session:
         batch = len(encoded.ids)
         longest = int(encoded.prompt_lengths.max())
         with self.clocks.prefill:
-            free = cache.compute_layer_headroom().min()
-            if chunk == 1 and self.policy.composed.evicts_while_decoding:
-                # A token that evicts an entry takes its place.
-                free = count_steps_until_full(cache)
-            if not donate or cache.batch != batch or free < longest:
-                cache = fork_cache(cache, batch, max(SHORT, longest), new)
+            evicts = chunk == 1 and self.policy.composed.evicts_while_decoding
+            places = count_places_for_evicting_tokens(cache, longest) if evicts else longest
+            if not donate or cache.batch != batch or cache.compute_layer_headroom().min() < places:
+                cache = fork_cache(cache, batch, max(SHORT, places), new)
             spec = create_cache_spec(flat, cache, self.implementations.decode, new=0)
             cache = self.append_prompts(cache, encoded, spec, chunk)
             logits = cache.logits

@@ -26,7 +26,7 @@ _Choice = tuple[Callable[..., Policy], str]
 _SEEN: _Choice = (CriticalKV, "it keeps what the prompt's last queries attend to")
 _LATER: _Choice = (Compactor, "it scores entries by the prompt alone, in one pass")
 _LONG: _Choice = (TriAttention, "it scores new entries, too, for queries to come")
-_REPEATS = "it keeps what repeating the prompt needs"
+_REPEATED: _Choice = (KVGrad, "it keeps what repeating the prompt needs, by gradients")
 
 
 def _compete_by_layer(**fields: Any) -> Policy:
@@ -40,7 +40,7 @@ def _watch_few(**fields: Any) -> Policy:
 
 
 def _repeat_prompt(**fields: Any) -> Policy:
-    """KVzip+."""
+    """KVzip+, whose second pass weighs attention by values."""
     return KVzip(weighted=True, **fields)
 
 
@@ -55,9 +55,9 @@ _BEST: dict[str, tuple[_Choice, ...]] = {
     ),
     "later": (
         _LATER,
-        (KVGrad, f"{_REPEATS}, by gradients"),
-        (KVGrad, f"{_REPEATS}, by gradients"),
-        (_repeat_prompt, _REPEATS),
+        _REPEATED,
+        _REPEATED,
+        (_repeat_prompt, "it keeps what repeating the prompt needs"),
     ),
 }
 
@@ -100,14 +100,14 @@ class Auto(Policy):
             return self._usual
         return _BEST[self.question][bisect.bisect(_SHARES, share)]
 
-    def _choose(self, *configs: ModelConfig) -> tuple[Policy, str]:
+    def _choose(self, config: ModelConfig | None = None) -> tuple[Policy, str]:
         """Return the best policy, or the usual one if that rejects the fields given here or a model; and the reason."""
         fields = collect_given_fields(self)
         build, reason = self._best
         usual, its_reason = self._usual
         with contextlib.suppress(ValueError):
             policy = build(**fields)
-            for config in configs:
+            if config is not None:
                 policy.composed.require_fits_model(config)
             if build is not usual:
                 reason = f"{reason}; {usual.__name__} if a model rejects it"
