@@ -130,10 +130,10 @@ def run(
     *,
     mesh: tuple[int, int] | None = None,
     asks=False,
-    every=None,
+    **options,
 ):
     """`ran` for a row of the policy table, once; a look into the programs follows those of a mesh."""
-    policy = roomy(name, **({} if every is None else {"every": every}))
+    policy = roomy(name, **options)
     of = model_of(kv_heads, group)
     if mesh is None:
         return ran(of, policy, asks=asks)

@@ -1,14 +1,32 @@
 """A policy of each kind on meshes of eight devices: the tokens and the kept entries of a single device."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import meshes
 import pytest
 from meshes import BUDGET, DIM, KINDS, LAYERS, NEW, run
 
+from jaxkv.policies import Merged, Merger
+
 # What follows a prompt one way in each form of pool, merged or not: rows evicted, appended, chosen anew, not all read.
 APART = ("tova", "defensivekv", "d2o", "adakv-variance", "rkv", "omnikv")
-# Heads of as many rows, and of their own number, and rows merged in a pool for all layers.
-AGAIN = ("cam", "defensivekv", "adakv-variance")
 EVERY = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanByMass(Merger):
+    """Kept values move towards the mean of the evicted ones, weighted by attention."""
+
+    def merge_evicted_entries(self, k, v, kept, inside, mass, tau, key):
+        weight = jnp.where(inside & ~kept, mass, 0.0)[..., None]
+        total = weight.sum(axis=2, keepdims=True)
+        mean = (weight * v).sum(axis=2, keepdims=True) / jnp.where(total > 0, total, 1.0)
+        return Merged(k, jnp.where(kept[..., None] & (total > 0), (v + mean) / 2, v), tau)
+
+
+# Heads of as many rows, and of their own number, and rows merged in a pool for all layers; a merger reads attention.
+AGAIN = {"snapkv": {"merge": MeanByMass()}, "defensivekv": {}, "adakv-variance": {}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,8 +61,8 @@ def test_one_of_each_kind_with_query_heads_apart(name):
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_compressed_again(name):
-    again = run(name, 2, mesh=(2, 4), every=EVERY)
-    assert again == run(name, 2, every=EVERY)
+    again = run(name, 2, mesh=(2, 4), every=EVERY, **AGAIN[name])
+    assert again == run(name, 2, every=EVERY, **AGAIN[name])
     rows = [sum(map(len, kept.values())) for kept in (again.prompts, again.answers)]
     assert rows[1] - rows[0] < NEW * len(again.answers)
 
@@ -91,8 +109,8 @@ def compiled():
         run(name, 4, mesh=(2, 4))
     for name in APART:
         run(name, 2, mesh=(2, 4), asks=True)
-    for name in AGAIN:
-        run(name, 2, mesh=(2, 4), every=EVERY)
+    for name, options in AGAIN.items():
+        run(name, 2, mesh=(2, 4), every=EVERY, **options)
     return [each for each in meshes.COMPILED if each.mesh == (2, 4)]
 
 

@@ -131,7 +131,7 @@ class Merger:
             v: values.
             kept: mask of kept entries.
             inside: mask of entries that are not padding.
-            mass: the scorer's `score_entries` of each entry.
+            mass: the scorer's `score_entries` of each entry; 0 in recompressed caches with `compared_tensors`.
             tau: thresholds so far; -inf before the first eviction.
             key: random key, for mergers that sample.
 
