@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv import D2O, H2O, FullKV, OmniKV, Session, SnapKV
+from jaxkv import D2O, H2O, TOVA, FullKV, OmniKV, Session, SnapKV
 from jaxkv.cache import repack_cache
 from jaxkv.testing import segments
 
@@ -83,6 +83,19 @@ def test_tokens_that_evict_take_the_places_of_what_they_evict(policy):
             np.testing.assert_array_equal(one[-1], other[-1])
             assert one[:3] == other[:3]
         np.testing.assert_allclose(found.logits, roomy.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [H2O(budget=12), TOVA(budget=12), D2O(budget=12)])
+def test_a_finished_sequence_evicts_nothing_while_its_neighbour_goes_on(policy):
+    """Questions read in one step leave both above their limits; then one has a single token, the other five."""
+    session = Session(tiny.tiny(GQA), policy)
+    asks, last = tiny.prompts(3, (6, 6)), tiny.prompts(4, (5, 1))
+    both = session.extend(session.extend(session.prefill(IDS), asks), last, chunk=1)
+    alone = session.extend(session.prefill(IDS[1:]), asks[1:])
+    alone = session.extend(alone, last[1:], chunk=1)
+    assert (alone.kept > np.asarray(alone.limit)).all()
+    of_both = [part.pos.tolist() for part in segments(both) if part.sequence == 1]
+    assert of_both == [part.pos.tolist() for part in segments(alone)]
 
 
 def test_one_cache_serves_many_prompts():

@@ -35,14 +35,21 @@ def select_layer_segments(tables: SegmentTables, part: int | slice) -> Segments:
 
 
 def evict_over_limits(
-    cache: CacheArrays, outs: list[Array], spec: DecodeSpec, windows: Sequence[int | None]
+    cache: CacheArrays,
+    outs: list[Array],
+    count: Int[Array, " B"],
+    spec: DecodeSpec,
+    windows: Sequence[int | None],
 ) -> CacheArrays:
     """Evict or merge the lowest-ranked entry of segments over their limit, in layers with limits; return `CacheArrays`.
 
     Layers that share a pool are handled together. `outs` are one number of each head's attention output per layer,
-    which orders writes after reads. `windows` are the layers' sliding windows.
+    which orders writes after reads. `count` is the number of each sequence's new tokens; 0 leaves it unchanged.
+    `windows` are the layers' sliding windows.
     """
-    tables = cache.tables
+    # A sequence without a new token may be over its limit, if a text was appended to it in one step.
+    limit = jnp.where(count[:, None] > 0, cache.tables.limit, cache.tables.length)
+    tables = dataclasses.replace(cache.tables, limit=limit)
     layers, _, heads = tables.start.shape
     assert tables.state is not None
     how = EvictionConfig(terms=spec, heads=heads, dtype=spec.dtype)

@@ -90,7 +90,7 @@ def run_layers(
     )
     if spec.ongoing.evicts and several == 1:
         windows = [kind.sliding_window for kind in kinds]
-        cache = evict_over_limits(cache, ran.out, spec, windows)
+        cache = evict_over_limits(cache, ran.out, count, spec, windows)
     return ran.stream, ran.chosen, cache
 
 
