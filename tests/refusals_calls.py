@@ -196,6 +196,11 @@ SESSIONS = [
         (lambda session, cache: session.sample(cache, 512), "the model was made for 512"),
         (lambda session, cache: session.extend(cache, [*MORE, [1]]), "3 prompts"),
         (lambda session, cache: session.sample(cache, 0), "steps=0"),
+        (
+            lambda session, cache: session.sample(cache, 3, eos=2),
+            TypeError,
+            "eos=2: give token ids",
+        ),
     ),
     *door(
         "a session's chunks",

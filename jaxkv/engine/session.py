@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import arguments
-from jaxkv._checks import settled, use_package_jax_settings, validate_int
+from jaxkv._checks import require_instance, settled, use_package_jax_settings, validate_int
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState, KVCache
@@ -449,6 +449,7 @@ class Session:
         )
         remedy = "give a cache from a session's prefill, extend or sample"
         require(cache.logits is not None, "cache", "without logits", remedy)
+        eos = require_instance("eos", eos, Iterable, "give token ids, such as (2,)")
         flat = self.params.flat_decoder
         key = self.resolve_key(key)
         with self.clocks.decode:
