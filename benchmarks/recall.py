@@ -125,19 +125,19 @@ def plot(folder, dense, held, given, found, loss):
     maps = {f"layer {each}": np.log10(np.maximum(dense.maps[each], 1e-7)) + 7 for each in chosen}
     rows = {name: given[at, 0].mean(axis=0) for at, name in enumerate(POLICIES)}
     panels = {
-        "density": lambda figure: analysis.draw_maps(
+        "density": lambda figure: analysis.plot_maps(
             figure, maps, across="key, bins", down="query, bins", label="mean weight, log10 + 7"
         ),
-        "retained": lambda figure: analysis.draw_lines(
+        "retained": lambda figure: analysis.plot_lines(
             figure, curves, across="keys of each head, %", up="attention retained, %", log="x"
         ),
-        "budgets": lambda figure: analysis.draw_maps(
+        "budgets": lambda figure: analysis.plot_maps(
             figure, rows, across="kv head", down="layer", label="rows kept"
         ),
-        "recall": lambda figure: analysis.draw_lines(
+        "recall": lambda figure: analysis.plot_lines(
             figure, across, across="rows per kv head and layer", up="attention recall, %", log="x"
         ),
-        "loss": lambda figure: analysis.draw_lines(
+        "loss": lambda figure: analysis.plot_lines(
             figure, losses, across="layer", up="eviction loss, L1", log="y"
         ),
     }

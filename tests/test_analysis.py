@@ -233,7 +233,7 @@ def test_attention_that_is_not_finite_is_no_measurement():
 
 def test_pictures():
     lines = {"one": (np.arange(3), np.arange(3)), "two": (np.arange(2), np.arange(2))}
-    analysis.draw_lines(figure := Figure(), lines, across="x", up="y", log="x")
+    analysis.plot_lines(figure := Figure(), lines, across="x", up="y", log="x")
     assert [each.get_label() for each in figure.axes[0].get_lines()] == ["one", "two"]
 
 

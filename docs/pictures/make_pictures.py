@@ -40,7 +40,7 @@ text { font: 14px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 CELL = 14
 
 
-class Drawing:
+class Picture:
     """A picture's elements, in order."""
 
     def __init__(self, width: int, height: int, says: str):
@@ -119,9 +119,9 @@ def _choices(*, adaptive: bool) -> list[list[str]]:
     return [[kind(head, at) for at in range(tokens)] for head in range(4)]
 
 
-def pool() -> Drawing:
+def pool() -> Picture:
     """Two policies' choices, and the pools that hold them."""
-    drawing = Drawing(
+    picture = Picture(
         760,
         430,
         "Entries of four heads, chosen by SnapKV and by AdaKV, and the pools that hold them",
@@ -133,31 +133,31 @@ def pool() -> Drawing:
         (218, "AdaKV(budget=8): heads compete, the sum is the same", True, won),
     ):
         heads = _choices(adaptive=adaptive)
-        drawing.text(20, top, title, "title")
+        picture.text(20, top, title, "title")
         for head, kinds in enumerate(heads):
             y = top + 16 + head * 19
-            drawing.text(20, y + 11, f"head {head}", "note")
-            drawing.cells(76, y, kinds)
+            picture.text(20, y + 11, f"head {head}", "note")
+            picture.cells(76, y, kinds)
             kept = sum(kind != "gone" for kind in kinds)
-            drawing.text(76 + 24 * CELL + 12, y + 11, f"keeps {kept}", "note")
+            picture.text(76 + 24 * CELL + 12, y + 11, f"keeps {kept}", "note")
         for line, words in enumerate(said):
-            drawing.text(500, top + 27 + 16 * line, words, "note")
+            picture.text(500, top + 27 + 16 * line, words, "note")
         y, x = top + 122, 76.0
-        drawing.text(20, y + 11, "pool", "note")
+        picture.text(20, y + 11, "pool", "note")
         for head, kinds in enumerate(heads):
             rows = [kind for kind in kinds if kind != "gone"]
-            drawing.cells(x, y, rows)
-            drawing.curve(
+            picture.cells(x, y, rows)
+            picture.curve(
                 [(x + 1, y + 17), (x + 1, y + 21), (x + len(rows) * CELL - 1, y + 21)], "line"
             )
-            drawing.curve(
+            picture.curve(
                 [(x + len(rows) * CELL - 1, y + 21), (x + len(rows) * CELL - 1, y + 17)], "line"
             )
-            drawing.text(x + len(rows) * CELL / 2, y + 35, f"head {head}", "note", "middle")
+            picture.text(x + len(rows) * CELL / 2, y + 35, f"head {head}", "note", "middle")
             x += len(rows) * CELL + 8
-        drawing.box(x + 1, y, 8 * CELL - 2, CELL - 2, "room")
-        drawing.text(x + 4 * CELL, y + 35, "headroom", "note", "middle")
-    drawing.legend(
+        picture.box(x + 1, y, 8 * CELL - 2, CELL - 2, "room")
+        picture.text(x + 4 * CELL, y + 35, "headroom", "note", "middle")
+    picture.legend(
         76,
         414,
         [
@@ -166,15 +166,15 @@ def pool() -> Drawing:
             ("gone", "evicted"),
         ],
     )
-    return drawing
+    return picture
 
 
-def parts() -> Drawing:
+def parts() -> Picture:
     """The parts of a policy, in order."""
-    drawing = Drawing(
+    picture = Picture(
         760, 250, "The parts of a policy, in the order in which the engine calls them"
     )
-    drawing.text(20, 28, "after the prompt, layer by layer", "title")
+    picture.text(20, 28, "after the prompt, layer by layer", "title")
     boxes = [
         ("scorer", "a score for", "every entry"),
         ("layers, heads", "how many entries", "each keeps"),
@@ -183,13 +183,13 @@ def parts() -> Drawing:
     ]
     for at, (name, first, second) in enumerate(boxes):
         x = 20 + at * 184
-        drawing.box(x, 44, 152, 70, "box", round_by=6)
-        drawing.text(x + 76, 66, name, "code", "middle")
-        drawing.text(x + 76, 86, first, "note", "middle")
-        drawing.text(x + 76, 102, second, "note", "middle")
+        picture.box(x, 44, 152, 70, "box", round_by=6)
+        picture.text(x + 76, 66, name, "code", "middle")
+        picture.text(x + 76, 86, first, "note", "middle")
+        picture.text(x + 76, 102, second, "note", "middle")
         if at:
-            drawing.arrow(x - 30, 79, x - 3)
-    drawing.text(20, 148, "with each new token", "title")
+            picture.arrow(x - 30, 79, x - 3)
+    picture.text(20, 148, "with each new token", "title")
     later = [
         ("read", "all entries, or what", "filter layers choose"),
         ("after: Append", "the cache grows", "by an entry"),
@@ -198,21 +198,21 @@ def parts() -> Drawing:
     ]
     for at, (name, first, second) in enumerate(later):
         x = 20 + at * 184
-        drawing.box(x, 164, 152 if at < 3 else 168, 70, "box", round_by=6)
+        picture.box(x, 164, 152 if at < 3 else 168, 70, "box", round_by=6)
         middle = x + (76 if at < 3 else 84)
-        drawing.text(middle, 186, name, "code", "middle")
-        drawing.text(middle, 206, first, "note", "middle")
-        drawing.text(middle, 222, second, "note", "middle")
+        picture.text(middle, 186, name, "code", "middle")
+        picture.text(middle, 206, first, "note", "middle")
+        picture.text(middle, 222, second, "note", "middle")
         if at == 1:
-            drawing.arrow(x - 30, 199, x - 3)
+            picture.arrow(x - 30, 199, x - 3)
         if at > 1:
-            drawing.text(x - 16, 203, "or", "note", "middle")
-    return drawing
+            picture.text(x - 16, 203, "or", "note", "middle")
+    return picture
 
 
-def decoding() -> Drawing:
+def decoding() -> Picture:
     """Entries per kv head while decoding."""
-    drawing = Drawing(760, 360, "Entries per kv head while 600 tokens are sampled, by policy")
+    picture = Picture(760, 360, "Entries per kv head while 600 tokens are sampled, by policy")
     left, right, top, bottom = 70, 500, 50, 310
 
     def at(tokens, rows):
@@ -221,14 +221,14 @@ def decoding() -> Drawing:
             bottom - (bottom - top) * rows / 1700,
         )  # noqa: E731
 
-    drawing.text(20, 28, "entries per kv head after a prompt of 1,000 tokens, budget=256", "title")
-    drawing.curve([(left, top), (left, bottom), (right, bottom)], "line")
+    picture.text(20, 28, "entries per kv head after a prompt of 1,000 tokens, budget=256", "title")
+    picture.curve([(left, top), (left, bottom), (right, bottom)], "line")
     for rows in (0, 256, 1000, 1600):
         x, y = at(0, rows)
-        drawing.text(x - 8, y + 4, f"{rows:,}", "note", "end")
+        picture.text(x - 8, y + 4, f"{rows:,}", "note", "end")
     for tokens in (0, 200, 400, 600):
-        drawing.text(at(tokens, 0)[0], bottom + 18, str(tokens), "note", "middle")
-    drawing.text((left + right) / 2, bottom + 36, "tokens sampled", "note", "middle")
+        picture.text(at(tokens, 0)[0], bottom + 18, str(tokens), "note", "middle")
+    picture.text((left + right) / 2, bottom + 36, "tokens sampled", "note", "middle")
     saw = [(tokens, 256 + tokens % 64) for tokens in range(0, 601)]
     saw = [each for each in saw if (each[0] % 64) in (0, 63) or each[0] == 600]
     lines: list[tuple[str, list[tuple[int, int]], str, float]] = [
@@ -239,14 +239,14 @@ def decoding() -> Drawing:
         ("b", [(0, 256), (600, 257)], "H2O: evicts one per token", 9),
     ]
     for kind, points, words, shift in lines:
-        drawing.curve([at(*each) for each in points], f"curve {kind}")
-        drawing.text(right + 12, at(*points[-1])[1] + 4 + shift, words, "note")
-    return drawing
+        picture.curve([at(*each) for each in points], f"curve {kind}")
+        picture.text(right + 12, at(*points[-1])[1] + 4 + shift, words, "note")
+    return picture
 
 
-def budgets() -> Drawing:
+def budgets() -> Picture:
     """How one sum spreads over layers and heads."""
-    drawing = Drawing(
+    picture = Picture(
         760, 250, "The same number of entries, spread over layers and over heads in different ways"
     )
     spreads: list[tuple[str, str, list[float]]] = [
@@ -257,25 +257,25 @@ def budgets() -> Drawing:
     ]
     for at, (name, over, rows) in enumerate(spreads):
         x = 28 + at * 184
-        drawing.text(x, 32, name, "code")
+        picture.text(x, 32, name, "code")
         for index, each in enumerate(rows):
             height = each * 0.3
-            drawing.box(
+            picture.box(
                 x + index * 18, 186 - height, 14, height, "kept" if over == "layers" else "new"
             )
-        drawing.curve([(x - 4, 186 - 256 * 0.3), (x + 148, 186 - 256 * 0.3)], "line dashed")
-        drawing.curve([(x - 4, 186), (x + 148, 186)], "line")
-        drawing.text(x, 204, f"{over} 0 to 7", "note")
-    drawing.text(
+        picture.curve([(x - 4, 186 - 256 * 0.3), (x + 148, 186 - 256 * 0.3)], "line dashed")
+        picture.curve([(x - 4, 186), (x + 148, 186)], "line")
+        picture.text(x, 204, f"{over} 0 to 7", "note")
+    picture.text(
         28,
         234,
         "The dashed line is budget=256, the average, which every spread keeps exactly. A sketch: figures are made up.",
         "note",
     )
-    return drawing
+    return picture
 
 
-PICTURES: dict[str, Callable[[], Drawing]] = {
+PICTURES: dict[str, Callable[[], Picture]] = {
     "pool": pool,
     "parts": parts,
     "decoding": decoding,
@@ -295,8 +295,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check, stale = parser.parse_args(argv).check, []
-    for name, draw in PICTURES.items():
-        file, wanted = HERE / f"{name}.svg", str(draw())
+    for name, build in PICTURES.items():
+        file, wanted = HERE / f"{name}.svg", str(build())
         if not check:
             file.write_text(wanted, encoding="utf-8")
         elif not file.exists() or file.read_text(encoding="utf-8") != wanted:

@@ -9,7 +9,7 @@ from jaxkv.analysis.attending import (
     similarity,
 )
 from jaxkv.analysis.gate_fitting import FittedGate, fit_kvzap_gate
-from jaxkv.analysis.plots import draw_lines, draw_maps
+from jaxkv.analysis.plots import plot_lines, plot_maps
 from jaxkv.analysis.query_fitting import fit_query_statistics
 from jaxkv.analysis.retention import AttentionRecall, EvictionLoss, budgets, eviction_loss, recall
 
@@ -21,8 +21,8 @@ __all__ = [
     "AttentionRecall",
     "budgets",
     "density",
-    "draw_lines",
-    "draw_maps",
+    "plot_lines",
+    "plot_maps",
     "eviction_loss",
     "find_filter_layers",
     "fit_kvzap_gate",

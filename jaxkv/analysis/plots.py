@@ -9,7 +9,7 @@ import numpy as np
 from jaxkv._plotting import get_line_style
 
 
-def draw_lines(
+def plot_lines(
     figure: Any,
     lines: Mapping[str, tuple[np.ndarray, np.ndarray]],
     *,
@@ -34,7 +34,7 @@ def draw_lines(
     panel.legend(frameon=False, fontsize=8)
 
 
-def draw_maps(
+def plot_maps(
     figure: Any,
     maps: Mapping[str, np.ndarray],
     *,

@@ -11,10 +11,10 @@ from jaxkv._errors import require
 from jaxkv._plotting import make_figure, render_figure
 from jaxkv.analysis import (
     FilterLayers,
-    draw_maps,
     find_filter_layers,
     fit_kvzap_gate,
     fit_query_statistics,
+    plot_maps,
 )
 from jaxkv.checkpoints import list_model_names, save_filter_layers
 from jaxkv.cli.models import ModelOption
@@ -86,7 +86,7 @@ def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: 
     """Plot the map of layers' attention shares on other layers' top tokens, with filter layers; return image bytes."""
     title = "share of attention on the top tokens"
     figure = make_figure(3.4, 2.9)
-    draw_maps(
+    plot_maps(
         figure,
         {title: found.mass},
         across="layer that reads",

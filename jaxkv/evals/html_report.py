@@ -9,7 +9,7 @@ from typing import Any
 from jaxkv._checks import shorten_text
 from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_file_atomically
-from jaxkv.evals.pictures import PLOTS_MISSING, draw_plots
+from jaxkv.evals.pictures import PLOTS_MISSING, plot_evaluation
 from jaxkv.evals.results import Evaluation, format_decimal_number
 from jaxkv.evals.texts import read_packaged_file
 from jaxkv.text.shown import KeptTokensDisplay, join_equally_kept_tokens
@@ -56,7 +56,7 @@ def report(
         "shortened": shorten_text,
         "shaded": lambda held: markupsafe.Markup(shade_kept_tokens(held)._repr_html_()),
     }
-    pictures = {} if PLOTS_MISSING else draw_plots(evaluation, ("svg",))
+    pictures = {} if PLOTS_MISSING else plot_evaluation(evaluation, ("svg",))
     text = environment.from_string(read_packaged_file("data/report.html.jinja")).render(
         evaluation=evaluation,
         samples=samples,

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxkv._plotting import get_line_style, import_matplotlib, make_figure, render_figure
-from jaxkv.analysis.plots import draw_lines, draw_maps
+from jaxkv.analysis.plots import plot_lines, plot_maps
 from jaxkv.evals.results import Evaluation, PolicySummary
 
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
 _MOST_BINS = 25
 
 
-def draw_plots(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
+def plot_evaluation(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     """Make all plots that an evaluation has numbers for; return image bytes by file name, in each format of `kinds`.
 
     Names are `scores`, `bytes`, `lengths` and `map`, and `curve_` with the name of each list of numbers in
@@ -102,7 +102,7 @@ def _plot_lines(
 ) -> Any:
     """Return a figure of one panel with these lines by name and axis labels."""
     figure = make_figure(9.0, 5.1)
-    draw_lines(figure, lines, across=across, up=up)
+    plot_lines(figure, lines, across=across, up=up)
     return figure
 
 
@@ -141,7 +141,7 @@ def _plot_depth_maps(evaluation: Evaluation) -> Any:
     figure = make_figure(3.0 * min(len(maps), 5) + 1.5, 2.2 * -(-len(maps) // 5) + 0.6)
     unit = evaluation.run.unit
     most = 100 if unit == "%" else None
-    draw_maps(figure, maps, across="tokens of the prompt", down="depth, %", label=unit, most=most)
+    plot_maps(figure, maps, across="tokens of the prompt", down="depth, %", label=unit, most=most)
     for axes in figure.axes[: len(maps)]:
         axes.set_xticks(range(len(lengths)), map(str, lengths), rotation=90, fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{100 * each:.0f}" for each in depths], fontsize=7)

@@ -19,7 +19,7 @@ from jaxkv import _checks as checks
 from jaxkv._errors import require
 from jaxkv.arguments import validate_model
 from jaxkv.checkpoints.whole_files import write_file_atomically
-from jaxkv.evals.pictures import PLOTS_MISSING, draw_plots
+from jaxkv.evals.pictures import PLOTS_MISSING, plot_evaluation
 from jaxkv.evals.results import (
     Evaluation,
     EvaluationSettings,
@@ -129,7 +129,7 @@ def evaluate(
         evaluation = Evaluation.read(folder)
         write_file_atomically(folder / "table.md", (evaluation.table() + "\n").encode())
         if not PLOTS_MISSING:
-            for name, data in draw_plots(evaluation, ("svg", "png")).items():
+            for name, data in plot_evaluation(evaluation, ("svg", "png")).items():
                 write_file_atomically(folder / name, data)
     return evaluation
 
